@@ -32,6 +32,7 @@ from .base.version import __version__
 from .importers import ImportedModule, load_module, save_module
 from .importers.onnx_frontend import from_onnx
 from .importers.torch_frontend import from_torch, from_transformers
+from .importers.torch_ranks import from_torch_rank
 from .importers.weight_files import open_weights
 from .lowering import lower
 from .pipelining.schedule import Schedule
@@ -82,6 +83,7 @@ __all__ = [
     "from_onnx",
     "from_placements",
     "from_torch",
+    "from_torch_rank",
     "from_transformers",
     "generate",
     "gradient",

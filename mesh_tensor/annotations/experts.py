@@ -14,11 +14,12 @@ from typing import Any
 
 from tvm import ir, relax, tirx
 
+from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 
 from . import comm
-from .manual import manual_computation
+from .manual import Experts, Manual, manual_call
 
 op = relax.op
 Emit = Callable[[relax.Expr], relax.Var]
@@ -60,15 +61,54 @@ def experts(
             for what devices have.
     """
     way = _Way.of(body, rows, chosen, weights, Mesh(mesh), axes, tuple(tokens), room)
-    tiles = [_tile(info, count) for info, count in zip(way.infos, way.counts, strict=True)]
-    _check_body(body, way, tiles)
-    loop = builder.add_func(_function(lambda _, *params: params[2], way.carried(tiles)), "experts_round")
-    builder.update_func(loop, _function(lambda b, *params: _round(b, way, body, loop, params), way.carried(tiles)))
-    on_device = _function(lambda b, *params: _on_device(b, way, loop, params), tiles)
-    both = (*way.axes, *way.tokens)
-    layouts = [dict.fromkeys(both, 0)] * 2 + [dict.fromkeys(way.axes, 0)] * len(weights)
-    called = builder.add_func(on_device, "experts_on_device")
-    return manual_computation(called, [rows, chosen, *weights], way.mesh, layouts, layouts[0], axes=both)
+    _check_body(body, way, [_tile(info, count) for info, count in zip(way.infos, way.counts, strict=True)])
+    return way.call(builder, _Run(body), [rows], chosen, weights)
+
+
+def experts_backward(
+    builder: relax.BlockBuilder,
+    backward: ir.GlobalVar,
+    stated: Manual,
+    operands: Sequence[relax.Expr],
+    gradient: relax.Expr,
+    wanted: Sequence[int],
+) -> relax.Call:
+    """The gradients of rows, and of the weights `wanted`, by their numbers, of that of what `mt.experts` made of
+    `operands`: rows go to their experts once more, with their gradients.
+
+    Args:
+        builder: has the module's functions, and gets those of this.
+        backward: the function of one device's experts: of what theirs is of, and the gradient of its result; it gives
+            (result, (gradient of rows, gradients of weights)).
+        stated: the manual computation.
+    """
+    rows, chosen, *weights = operands
+    said = stated.experts
+    assert said is not None
+    tokens = tuple([axis for axis in stated.axes if axis not in said.axes])
+    infos = tuple([operand.struct_info for operand in operands])
+    way = _Way(stated.axes, said.axes, tokens, infos, _tile(rows.struct_info, 1), said.room)
+    return way.call(builder, _Run(backward, tuple(wanted)), [rows, gradient], chosen, weights)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What experts run on rows, and on gradients of results if there are any: their body, or what gives gradients,
+    summed for these weights over all rounds."""
+
+    body: ir.GlobalVar
+    summed: tuple[int, ...] | None = None
+
+    def __call__(
+        self, emit: Emit, rows: Sequence[relax.Var], ends: relax.Var, weights: Sequence[relax.Var]
+    ) -> list[relax.Var]:
+        """Rows, and what is summed."""
+        first, *others = rows
+        made = emit(relax.Call(self.body, [first, ends, *weights, *others]))
+        if self.summed is None:
+            return [made]
+        gradients = emit(relax.TupleGetItem(made, 1))
+        return [emit(relax.TupleGetItem(gradients, n)) for n in range(1 + len(self.summed))]
 
 
 @dataclass(frozen=True)
@@ -160,12 +200,35 @@ class _Way:
         both = {*self.axes, *self.tokens}
         return Mesh({axis: self.mesh.size(axis) for axis in self.mesh if axis in both})
 
-    def carried(self, tiles: Sequence[relax.TensorStructInfo]) -> list[relax.TensorStructInfo]:
-        """What a round takes: its number, the rows of the fullest way, results; rows, where they go, how many go there
-        before them, which expert of that device it is; weights."""
-        number, each = relax.TensorStructInfo((), _INT), relax.TensorStructInfo(_sizes(tiles[1]), _INT)
-        made = relax.TensorStructInfo((_sizes(tiles[0])[0], *_sizes(self.result)[1:]), self.result.dtype)
-        return [number, number, made, tiles[0], each, each, each, *tiles[2:]]
+    def call(
+        self,
+        builder: relax.BlockBuilder,
+        run: _Run,
+        sent: Sequence[relax.Expr],
+        chosen: relax.Expr,
+        weights: Sequence[relax.Expr],
+    ) -> relax.Call:
+        """The manual computation that runs this on rows that are sent, with functions that are added to a builder."""
+        both, summed = (*self.axes, *self.tokens), run.summed
+        counts = [self.counts[0]] * (len(sent) + 1) + [self.devices] * len(weights)
+        infos = [operand.struct_info for operand in (*sent, chosen, *weights)]
+        tiles = [_tile(info, count) for info, count in zip(infos, counts, strict=True)]
+        made = relax.TensorStructInfo((self.rows_of_device, *_sizes(self.result)[1:]), self.result.dtype)
+        sums = [_wide(tiles[len(sent) + 1 + n]) for n in summed or ()]
+        carried = _Carried(tiles[: len(sent)], tiles[len(sent) + 1 :], [made, *sums])
+        ending = lambda _, *params: carried.ending(params, summed is None)  # noqa: E731
+        loop = builder.add_func(_function(ending, carried.infos), "experts_round")
+        step = lambda b, *params: _round(b, self, run, loop, carried, params)  # noqa: E731
+        builder.update_func(loop, _function(step, carried.infos))
+        on_device = lambda b, *params: _on_device(b, self, run, loop, carried, params)  # noqa: E731
+        called = builder.add_func(_function(on_device, tiles), "experts_on_device")
+        rows, split = dict.fromkeys(both, 0), dict.fromkeys(self.axes, 0)
+        layouts = [*[rows] * (len(sent) + 1), *[split] * len(weights)]
+        total = {"sharding": split, "partial": dict.fromkeys(self.tokens, "sum")}
+        results = rows if summed is None else [rows, *[total] * len(summed)]
+        operands = [*sent, chosen, *weights]
+        said = Experts(str(run.body.name_hint), self.axes, self.room) if summed is None else None
+        return manual_call(called, operands, self.mesh, layouts, results, both, said)
 
 
 def _check_body(body: ir.GlobalVar, way: _Way, tiles: Sequence[relax.TensorStructInfo]) -> None:
@@ -201,10 +264,38 @@ def _same(made: relax.TensorStructInfo, rows: relax.TensorStructInfo) -> bool:
     return bool(ir.structural_equal(made.shape.values[0], rows.shape.values[0]))
 
 
-def _on_device(b: relax.BlockBuilder, way: _Way, loop: ir.GlobalVar, params: Sequence[relax.Var]) -> relax.Expr:
+@dataclass(frozen=True, eq=False)
+class _Carried:
+    """What a round takes: its number, the rows of the fullest way, what was made so far: rows, and sums over rounds;
+    what is sent, where rows go, how many go there before them, which expert of that device it is; weights."""
+
+    sent: Sequence[relax.TensorStructInfo]
+    weights: Sequence[relax.TensorStructInfo]
+    made: Sequence[relax.TensorStructInfo]
+
+    @property
+    def infos(self) -> list[relax.TensorStructInfo]:
+        """All of it."""
+        number, each = relax.TensorStructInfo((), _INT), relax.TensorStructInfo(_sizes(self.sent[0])[:1], _INT)
+        return [number, number, *self.made, *self.sent, each, each, each, *self.weights]
+
+    def apart(self, params: Sequence[relax.Var]) -> tuple[list[relax.Var], ...]:
+        """Number and rows of the fullest way; what was made; what is sent; target, rank and expert; weights."""
+        rest, counts = list(params), [2, len(self.made), len(self.sent), 3, len(self.weights)]
+        return tuple([[rest.pop(0) for _ in range(count)] for count in counts])
+
+    def ending(self, params: Sequence[relax.Var], alone: bool) -> relax.Expr:
+        """What there is after the last round. `alone`: rows, and no tuple of them."""
+        made = self.apart(params)[1]
+        return made[0] if alone else relax.Tuple(made)
+
+
+def _on_device(
+    b: relax.BlockBuilder, way: _Way, run: _Run, loop: ir.GlobalVar, carried: _Carried, params: Sequence[relax.Var]
+) -> relax.Expr:
     """Where the rows of a device go, and the rounds."""
     emit: Emit = b.emit
-    rows, chosen, *weights = params
+    sent, (chosen, *weights) = params[: len(carried.sent)], params[len(carried.sent) :]
     place = emit(op.astype(chosen, _INT))
     held = relax.const(way.experts_of_device, _INT)
     target = emit(op.floor_divide(place, held))
@@ -215,28 +306,35 @@ def _on_device(b: relax.BlockBuilder, way: _Way, loop: ir.GlobalVar, params: Seq
     rank = emit(op.subtract(emit(op.sum(so_far, 1)), relax.const(1, _INT)))
     fullest = emit(op.max(emit(op.sum(goes, 0))))
     fullest = emit(comm.all_reduce(fullest, way.everybody, "max"))
-    info = loop.struct_info.ret
-    blank = emit(op.zeros(info.shape, info.dtype))
-    return emit(relax.Call(loop, [relax.const(0, _INT), fullest, blank, rows, target, rank, local, *weights]))
+    blanks = [emit(op.zeros(info.shape, info.dtype)) for info in carried.made]
+    made = emit(relax.Call(loop, [relax.const(0, _INT), fullest, *blanks, *sent, target, rank, local, *weights]))
+    if run.summed is None:
+        return made
+    rows, *sums = [emit(relax.TupleGetItem(made, n)) for n in range(1 + len(run.summed))]
+    pairs = zip(sums, run.summed, strict=True)
+    return emit(relax.Tuple([rows, *(emit(op.astype(one, weights[n].struct_info.dtype)) for one, n in pairs)]))
 
 
 def _round(
-    b: relax.BlockBuilder, way: _Way, body: ir.GlobalVar, loop: ir.GlobalVar, params: Sequence[relax.Var]
+    b: relax.BlockBuilder, way: _Way, run: _Run, loop: ir.GlobalVar, carried: _Carried, params: Sequence[relax.Var]
 ) -> relax.Expr:
     """One round, and the next ones."""
-    number, fullest, made, rows, target, rank, local, *weights = params
+    (number, fullest), (made, *sums), sent, (target, rank, local), weights = carried.apart(params)
     room = relax.const(way.room, _INT)
     more = b.emit(op.less(b.emit(op.multiply(number, room)), fullest))
     b._begin_binding_block()
     goes, slot = _slots(b.emit, way, number, target, rank)
-    answers = _answers(b.emit, way, body, slot, rows, local, weights)
+    answers, *parts = _answers(b.emit, way, run, slot, sent, local, weights)
     ndim = answers.struct_info.ndim
     there = b.emit(op.reshape(goes, (way.rows_of_device, *(1 for _ in range(ndim - 1)))))
     new = b.emit(op.where(there, b.emit(op.take(answers, slot, axis=0)), made))
+    wide = [b.emit(op.astype(part, one.struct_info.dtype)) for part, one in zip(parts, sums, strict=True)]
+    totals = [b.emit(op.add(one, part)) for one, part in zip(sums, wide, strict=True)]
     following = b.emit(op.add(number, relax.const(1, _INT)))
-    again = b.emit(relax.Call(loop, [following, fullest, new, rows, target, rank, local, *weights]))
+    again = b.emit(relax.Call(loop, [following, fullest, new, *totals, *sent, target, rank, local, *weights]))
     block = b._end_block()
-    return b.emit(relax.If(more, relax.SeqExpr([block], again), relax.SeqExpr([], made)))
+    ending = carried.ending(params, run.summed is None)
+    return b.emit(relax.If(more, relax.SeqExpr([block], again), relax.SeqExpr([], ending)))
 
 
 def _slots(emit: Emit, way: _Way, number: relax.Var, target: relax.Var, rank: relax.Var) -> tuple[relax.Var, relax.Var]:
@@ -251,13 +349,13 @@ def _slots(emit: Emit, way: _Way, number: relax.Var, target: relax.Var, rank: re
 def _answers(
     emit: Emit,
     way: _Way,
-    body: ir.GlobalVar,
+    run: _Run,
     slot: relax.Var,
-    rows: relax.Var,
+    rows: Sequence[relax.Var],
     local: relax.Var,
     weights: Sequence[relax.Var],
-) -> relax.Var:
-    """What came back for every place, and 0 after them."""
+) -> list[relax.Var]:
+    """What came back for every place, and 0 after them; and what experts here add to sums."""
     places, held = way.devices * way.room, way.experts_of_device
     there = emit(op.reshape(slot, (way.rows_of_device, 1)))
 
@@ -268,16 +366,16 @@ def _answers(
         full = emit(op.strided_slice(put, [0], [0], [places]))
         return emit(comm.all_to_all(full, way.group, 0, 0))
 
-    mine, whose = sent(rows, 0), sent(local, held)
+    mine, whose = [sent(one, 0) for one in rows], sent(local, held)
     order = emit(op.argsort(whose, 0, False, _INT))
     experts_here = emit(op.reshape(emit(op.arange(0, held, 1, _INT)), (held, 1)))
     before = emit(op.astype(emit(op.less_equal(whose, experts_here)), "int32"))
     ends = emit(op.sum(before, 1))
-    ran = emit(relax.Call(body, [emit(op.take(mine, order, axis=0)), ends, *weights]))
+    ran, *parts = run(emit, [emit(op.take(one, order, axis=0)) for one in mine], ends, weights)
     back = emit(op.take(ran, emit(op.argsort(order, 0, False, _INT)), axis=0))
     back = emit(comm.all_to_all(back, way.group, 0, 0))
     info = back.struct_info
-    return emit(op.concat([back, emit(op.zeros((1, *_sizes(info)[1:]), info.dtype))], 0))
+    return [emit(op.concat([back, emit(op.zeros((1, *_sizes(info)[1:]), info.dtype))], 0)), *parts]
 
 
 def _function(write: Callable[..., relax.Expr], infos: Sequence[relax.TensorStructInfo]) -> relax.Function:
@@ -285,6 +383,11 @@ def _function(write: Callable[..., relax.Expr], infos: Sequence[relax.TensorStru
     with builder.function("made", params, private=True):
         builder.emit_func_output(write(builder, *params))
     return builder.get()["made"]
+
+
+def _wide(info: relax.TensorStructInfo) -> relax.TensorStructInfo:
+    """The type in which such tensors are summed."""
+    return relax.TensorStructInfo(info.shape, "float32" if info.dtype in NARROW else info.dtype)
 
 
 def _tile(info: relax.TensorStructInfo, count: int) -> relax.TensorStructInfo:

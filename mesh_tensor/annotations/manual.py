@@ -28,6 +28,23 @@ _FIX = 'state {"body": "name", "axes": {"x": 2}, "in": ["S[0]"], "out": ["R"]}, 
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A manual computation that `mt.experts` wrote, of the function `body`: rows go to experts, which are split over
+    these axes, in rounds of `room` rows."""
+
+    body: str
+    axes: tuple[str, ...]
+    room: int
+
+    @staticmethod
+    def parse(said: Any) -> Experts | None:
+        """What a text says of it."""
+        if said is None:
+            return None
+        return Experts(str(said["body"]), tuple(map(str, said["axes"])), int(said["room"]))
+
+
+@dataclass(frozen=True)
 class Manual:
     """What is stated of a manual computation: its function's name, its axes, with their sizes, and how operands and
     results lie over these."""
@@ -36,12 +53,14 @@ class Manual:
     axes: Mesh
     inputs: tuple[Sharding, ...]
     outputs: tuple[Sharding, ...]
+    experts: Experts | None = None
 
     @property
     def text(self) -> str:
         """As JSON."""
-        layouts = {"in": list(map(str, self.inputs)), "out": list(map(str, self.outputs))}
-        return json.dumps({"body": self.body, "axes": self.axes.shape, **layouts})
+        said: dict[str, Any] = {"body": self.body, "axes": self.axes.shape}
+        said |= {"in": list(map(str, self.inputs)), "out": list(map(str, self.outputs))}
+        return json.dumps(said | ({"experts": vars(self.experts)} if self.experts is not None else {}))
 
     @staticmethod
     def parse(text: str, inputs: Sequence[int], outputs: Sequence[int], where: str) -> Manual:
@@ -53,7 +72,7 @@ class Manual:
         try:
             said = json.loads(text)
             axes, layouts = Mesh(said["axes"]), (list(said["in"]), list(said["out"]))
-            body = str(said["body"])
+            body, experts = str(said["body"]), Experts.parse(said.get("experts"))
         except (ValueError, KeyError, TypeError) as error:
             refuse(f"{shown(text)} states no manual computation: {error}", where=where, fix=_FIX)
         counts = [
@@ -67,7 +86,7 @@ class Manual:
             tuple(Sharding.parse(axes, ndim, str(one), name=where) for one, ndim in zip(stated, ndims, strict=True))
             for stated, ndims in zip(layouts, (inputs, outputs), strict=True)
         ]
-        return Manual(body, axes, made[0], made[1])
+        return Manual(body, axes, made[0], made[1], experts)
 
 
 def manual_computation(
@@ -97,6 +116,19 @@ def manual_computation(
     Raises:
         MeshTensorError: a layout does not fit its tensor or the axes, or the function is none of tensors.
     """
+    return manual_call(body, args, mesh, in_shardings, out_shardings, axes, None)
+
+
+def manual_call(
+    body: ir.GlobalVar,
+    args: Sequence[relax.Expr],
+    mesh: Mesh | Mapping[str, int],
+    in_shardings: Sequence[Any],
+    out_shardings: Any,
+    axes: Iterable[str] | None,
+    experts: Experts | None,
+) -> relax.Call:
+    """A call as `manual_computation` makes it, which says what experts are in it."""
     mesh = Mesh(mesh)
     manual = Mesh({axis: mesh.size(axis) for axis in mesh.in_order(mesh.axis_names if axes is None else axes)})
     where = f"the manual computation of {body.name_hint!r}"
@@ -108,13 +140,17 @@ def manual_computation(
     results = info.ret.fields if isinstance(info.ret, relax.TupleStructInfo) else [info.ret]
     tiles = [_tensor(result, f"result {n} of {body.name_hint!r}", where) for n, result in enumerate(results)]
     stated = [out_shardings] if isinstance(info.ret, relax.TensorStructInfo) else list(out_shardings)
-    made = Manual(
-        body.name_hint, manual, _layouts(manual, in_shardings, given, where), _layouts(manual, stated, tiles, where)
-    )
+    layouts = _layouts(manual, in_shardings, given, where), _layouts(manual, stated, tiles, where)
+    made = Manual(body.name_hint, manual, *layouts, experts)
     sizes = _sizes(info, given, made.inputs)
     infos = [_whole(tile, layout, sizes) for tile, layout in zip(tiles, made.outputs, strict=True)]
     out = infos[0] if isinstance(info.ret, relax.TensorStructInfo) else relax.TupleStructInfo(infos)
     return relax.op.call_pure_packed(MANUAL, *args, relax.StringImm(made.text), sinfo_args=[out])
+
+
+def experts_of(call: relax.Call) -> Experts | None:
+    """What a call that is a manual computation says of experts."""
+    return Experts.parse(json.loads(manual_text(call)).get("experts"))
 
 
 def _tensor(info: relax.StructInfo, what: str, where: str) -> relax.TensorStructInfo:
@@ -178,6 +214,18 @@ def manual_text(call: relax.Call) -> str:
     if not isinstance(call.args[-1], relax.StringImm):
         refuse(f"{MANUAL} takes tensors and a text, not {call}", fix=_FIX)
     return str(call.args[-1].value)
+
+
+def axes_of_manual(call: relax.Call) -> dict[str, int]:
+    """The axes of a manual computation, with their sizes.
+
+    Raises:
+        MeshTensorError: it states none.
+    """
+    try:
+        return dict(Mesh(json.loads(manual_text(call))["axes"]).shape)
+    except (ValueError, KeyError, TypeError) as error:
+        return refuse(f"{shown(manual_text(call))} states no manual computation: {error}", fix=_FIX)
 
 
 def body_of(call: relax.Call) -> str:

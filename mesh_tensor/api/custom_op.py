@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
-from mesh_tensor.program.program import Parameter, Program, Value
+from mesh_tensor.program.program import Parameter, Program, ProgramValue
 from mesh_tensor.runtime.ranks import (
     axes_out_of_order,
     check_order,
@@ -175,7 +175,7 @@ def _over(call: _Call, device_mesh: Any) -> Callable[..., Any]:
     return run
 
 
-def _misfit(tensor: Any, parameter: Parameter, value: Value, device_mesh: Any) -> str:
+def _misfit(tensor: Any, parameter: Parameter, value: ProgramValue, device_mesh: Any) -> str:
     """What is wrong with an argument of an operation on DTensors, if there is something."""
     if not is_dtensor(tensor):
         return f"parameter {parameter.name!r}: a {type(tensor).__name__}, but other parameters are DTensors"

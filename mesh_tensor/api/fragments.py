@@ -191,7 +191,10 @@ def training_fragments(
     for those of weights, which may be left to be reduced. What follows from the parameters `constant` is not saved.
     """
     module = annotate_module(stage.module, mesh, layouts, FUNCTION) if layouts else stage.module
-    joint = gradient_function(module, FUNCTION, list(wrt), seeded=True, optional=stage.takes) if wrt else None
+    joint = None
+    if wrt:
+        optional, unseeded = stage.takes, [stage.gives.index(name) for name in stage.only_state]
+        joint = gradient_function(module, FUNCTION, list(wrt), seeded=True, optional=optional, unseeded=unseeded)
     if joint is None:  # nothing to train here, and nothing before it
         return forward_fragments(stage, mesh, layouts, options)
     functions = fragments_of(JointStage(stage, joint, tuple(wrt), tuple(constant)), options.recompute)

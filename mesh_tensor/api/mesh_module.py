@@ -129,6 +129,17 @@ class MeshModule:
         """What the module writes is again as it was before the first call, or as it was loaded last."""
         self._state = ModuleState(self._state.first)
 
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what the module writes, by the names that it had in torch."""
+        names = self._signature.names
+        return {theirs: tuple(first.shape) for name, first in self._state.first.items() for theirs in names[name]}
+
+    def change_state(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        """What the module writes is what `change` makes of it, by parameter, whole. On ranks all have to ask."""
+        with torch.no_grad():
+            self.on_all_ranks("state", lambda _: self._state.change(change))
+
     def _state_values(self, full: bool) -> dict[str, Any]:
         """What the module writes, by parameter. On ranks all have to ask."""
         if not self._state:

@@ -160,6 +160,12 @@ class ModuleState(Collection[str]):
         launch: Any = self._launch
         return {name: launch.leave(name, tensor, full) for name, tensor in self._kept.items()}
 
+    def change(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        """What the last call left becomes what `change` makes of it, whole, and lies as it did."""
+        launch: Any = self._launch
+        left = {name: change(name, launch.leave(name, tensor, True)) for name, tensor in self._kept.items()}
+        self._kept = {name: launch.enter(name, tensor) for name, tensor in left.items()}
+
     def __contains__(self, name: object) -> bool:
         return name in self.first
 

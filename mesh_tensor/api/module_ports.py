@@ -21,7 +21,7 @@ from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.plan.atoms import Sizes, made_plain, plain_sharding
 from mesh_tensor.plan.ir import Interleaved
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.program.program import Value
+from mesh_tensor.program.program import ProgramValue
 from mesh_tensor.runtime.module_inputs import ModuleSignature
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.ranks import is_dtensor
@@ -188,7 +188,7 @@ def result_layouts(plan: ModulePlan) -> tuple[Sharding, ...]:
     return tuple(ports[name].named for name in plan.made.result)
 
 
-def constant_tensor(constant: relax.Constant, value: Value) -> MeshTensor:
+def constant_tensor(constant: relax.Constant, value: ProgramValue) -> MeshTensor:
     """A constant on every device."""
     tensor = torch_tensor(constant.data).clone().view(value.shape)
     return distribute(tensor, value.sharding.mesh, value.sharding)

@@ -21,9 +21,10 @@ from mesh_tensor.runtime.overwriting import Leave, may_overwrite
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements
 from mesh_tensor.runtime.ranks.faults import Faults, agree, anywhere, digest_of, program_facts
-from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling, tiling_of
+from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.ranks.redistribution import Part, one_of, rank_layout
+from mesh_tensor.runtime.ranks.tiling import Tiling, tiling_of
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import Records

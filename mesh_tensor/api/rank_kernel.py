@@ -18,8 +18,9 @@ from mesh_tensor.runtime.ambient import fix_of, is_dual, may_be_dual, overlaps
 from mesh_tensor.runtime.ranks.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
 from mesh_tensor.runtime.ranks.dtensor_ports import enter, leave, transfers
 from mesh_tensor.runtime.ranks.faults import Faults, agree, digest_of, program_facts
-from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, Tiling, tilings_of
+from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
 from mesh_tensor.runtime.ranks.ranks import Ranks, named
+from mesh_tensor.runtime.ranks.tiling import Tiling, tilings_of
 
 from .compiled import Compiled
 from .rank_locals import Shapes, global_sizes, guesses, problem, said_key, shares_memory

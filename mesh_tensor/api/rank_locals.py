@@ -14,7 +14,7 @@ from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.runtime.ambient import why_not_plain
 from mesh_tensor.runtime.ranks.dtensor import is_dtensor
-from mesh_tensor.runtime.ranks.rank_launch import Tiling
+from mesh_tensor.runtime.ranks.tiling import Tiling
 
 from .signature import Param, Signature, Sizes
 

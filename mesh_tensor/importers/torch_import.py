@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
 from mesh_tensor.annotations.names import renamed_parameters
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import uncollected
 from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.targets.dtypes import dtype_name
@@ -22,6 +23,7 @@ from .constants import Constants, writes
 from .imported import ImportedModule, identifiers
 from .torch_args import emit, with_constants, with_sizes_as_tensors
 from .torch_backward import forget_saved
+from .torch_collectives import COLLECTIVES, NAMESPACE
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_decompositions import LOOPS as LOOP_OPERATORS
 from .torch_decompositions import decomposed
@@ -43,10 +45,14 @@ from .torch_program import (
 
 
 @uncollected
-def import_torch(program: torch.export.ExportedProgram, buffers: bool) -> ImportedModule:
-    """The Relax module of an exported program: `mesh_tensor.from_torch`, without its check of results."""
+def import_torch(
+    program: torch.export.ExportedProgram, buffers: bool, groups: Mapping[str, Mesh] | None = None
+) -> ImportedModule:
+    """The Relax module of an exported program: `mesh_tensor.from_torch`, without its check of results. `groups`: the
+    axes of its collectives' groups, by name, of what is one device's part of a manual computation."""
     refuse_autocast(program)
     importer = _Importer()
+    importer.groups = groups or {}
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="`isinstance.treespec, LeafSpec", category=FutureWarning
@@ -73,6 +79,8 @@ def import_torch(program: torch.export.ExportedProgram, buffers: bool) -> Import
 class _Importer(ExportedProgramImporter):
     """TVM's importer, with every operator's conversion checked."""
 
+    groups: Mapping[str, Mesh]
+
     def begin(self, program: torch.export.ExportedProgram) -> None:
         """Take this program next."""
         self._main, self._written = program.graph_module, len(written_buffers(program))
@@ -92,7 +100,8 @@ class _Importer(ExportedProgramImporter):
     def create_convert_map(self) -> dict[str, Callable[[torch.fx.Node], relax.Expr]]:
         """From operators to functions of their fx nodes."""
         own = {
-            name: lambda node, convert=convert: convert(node, self) for name, convert in {**CONVERTERS, **LOOPS}.items()
+            name: lambda node, convert=convert: convert(node, self)
+            for name, convert in {**CONVERTERS, **LOOPS, **COLLECTIVES}.items()
         }
         self.conversions_of_tvm = super().create_convert_map()
         every = {**dict.fromkeys(COMPLEX, _refused), **self.conversions_of_tvm, **own}
@@ -139,10 +148,16 @@ class _Importer(ExportedProgramImporter):
                     self._open |= {str(size): made for size, made in sizes if isinstance(made, tirx.Var)}
         return self._open
 
+    def _is_known(self, node: torch.fx.Node) -> bool:
+        """Operators are known by name; others' that are called as one of torch's are not meant."""
+        if _name(node) in COLLECTIVES:
+            return _namespace(node) == NAMESPACE and bool(self.groups)
+        return _namespace(node) in _NAMESPACES or node.target in LOOP_OPERATORS
+
     def _check_unsupported_func_type(self, nodes: list[torch.fx.Node]) -> None:
         """Refuse operators without a conversion, all of them."""
         calls = [node for node in graphs_within(nodes) if node.op == "call_function"]
-        unknown = [node for node in calls if _name(node) not in self.convert_map or not _is_known_namespace(node)]
+        unknown = [node for node in calls if _name(node) not in self.convert_map or not self._is_known(node)]
         seeded = torch.Tag.nondeterministic_seeded
         random = [
             node for node in calls if seeded in getattr(node.target, "tags", ()) and _name(node) not in CONVERTERS
@@ -171,7 +186,9 @@ _WAYS_OUT = {
     "scan": "give scan a body of operators that write nothing",
     # an exported program knows groups by number, and one device's sizes
     "_c10d_functional": "export the model of whole tensors, without collectives, and state how tensors lie: the"
-    " collectives follow; or write the collectives by hand with mt.manual_computation and mt.comm",
+    " collectives follow; or say which axes groups are, by mt.from_torch_rank, which takes all_reduce,"
+    " all_gather_into_tensor, reduce_scatter_tensor and all_to_all_single; or write them by hand with"
+    " mt.manual_computation and mt.comm",
     "while_loop": "give while_loop a condition and a body of operators that write nothing, on tensors",
 }
 _FIX = "write this part of the model with other operators, or export it in eval mode if it is for training only"
@@ -227,7 +244,7 @@ def _named(mod: ir.IRModule, program: torch.export.ExportedProgram, importer: An
     inputs = [spec.arg.name for spec in specs if spec.kind == InputKind.USER_INPUT]
     names = identifiers(list(kept.values()), inputs)
     new = {old: names[target] for old, target in kept.items()}
-    made = {path: importer.env[node] for path, node in _results(program.graph).items()}
+    made = {path: importer.env[node] for path, node in _results(program).items()}
     made = {path: value.name_hint for path, value in made.items() if isinstance(value, relax.Var)}
     func = renamed_parameters(mod, mod["main"], new)
     every = {**{path: new.get(name, name) for path, name in made.items()}, **names}
@@ -259,11 +276,14 @@ def _with_attributes(func: relax.Function, names: dict[str, str], state: tuple[s
     return func.with_attr(STATE_ATTR, {name: number for number, name in enumerate(state, count)})
 
 
-def _results(graph: torch.fx.Graph) -> dict[str, torch.fx.Node]:
-    """From submodules to the nodes that make what they give, where that is one tensor."""
+def _results(program: torch.export.ExportedProgram) -> dict[str, torch.fx.Node]:
+    """From submodules to the nodes that make what they give, where that is one tensor beside what they write."""
     found: dict[str, set[torch.fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function":
+    signature = program.graph_signature
+    written = signature.buffers_to_mutate.keys() - set(signature.user_outputs)
+    for node in program.graph.nodes:
+        is_kept = node.name in written and all(user.op == "output" for user in node.users)
+        if node.op == "call_function" and not is_kept:
             for path in _paths(node) - _inside_all_users(node):
                 found.setdefault(path, set()).add(node)
     again = {path.partition("@")[0] for path in found if "@" in path}
@@ -291,11 +311,6 @@ def _name(node: torch.fx.Node) -> str:
 
 def _refused(node: torch.fx.Node) -> None:
     refuse(f"{_op(node)} of floats")
-
-
-def _is_known_namespace(node: torch.fx.Node) -> bool:
-    """Operators are known by name; others' that are called as one of torch's are not meant."""
-    return _namespace(node) in _NAMESPACES or node.target in LOOP_OPERATORS
 
 
 def _namespace(node: torch.fx.Node) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tvm import relax
+from tvm import relax, tirx
 
 from mesh_tensor.base.errors import refuse
 
@@ -192,6 +192,8 @@ def batch_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     x, weight, bias, mean, var, training, momentum, epsilon = arguments(node, importer, 8)
     if not training:
         refuse("a batch norm for inference that gives statistics", fix="export the model in eval mode")
+    if not all(isinstance(size, tirx.IntImm) for size in x.struct_info.shape):
+        refuse(f"a batch norm in training over {x.struct_info.shape}", fix="export the model for a known batch size")
     shape = [int(size) for size in x.struct_info.shape]
     dims, dtype = [0, *range(2, len(shape))], x.struct_info.dtype
     count = math.prod(shape[dim] for dim in dims)

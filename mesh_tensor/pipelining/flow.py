@@ -19,6 +19,7 @@ from tvm import ir, relax
 from mesh_tensor.annotations.names import check_module, relax_function, unique_names, with_flat_parameters
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.plan.repeats import UnknownKindError, kind_of, stretches
 from mesh_tensor.rules.operator.call import Structure
 
@@ -42,9 +43,29 @@ class Flow:
         """The names of the tensors that the function returns, in order; tuples are taken apart."""
         return tuple(self._leaves(self.func.body.body))
 
+    @cached_property
+    def state(self) -> dict[str, str]:
+        """Per parameter that a call leaves another value for: the result that is this value."""
+        return {name: self.results[number] for name, number in self._state.items()}
+
+    @cached_property
+    def _state(self) -> dict[str, int]:
+        return {name: int(number) for name, number in (self.func.attrs or {}).get(STATE_ATTR, {}).items()}
+
+    @cached_property
+    def returned(self) -> tuple[str, ...]:
+        """The results that callers get: those that are no state."""
+        kept = set(self._state.values())
+        return tuple(name for number, name in enumerate(self.results) if number not in kept)
+
     def tree(self, values: Mapping[str, Any]) -> Any:
-        """What the function returns, with these values in place of its variables."""
-        return self._tree(self.func.body.body, values)
+        """What callers get, with these values in place of the function's variables: without the state, and one result
+        beside it as that alone."""
+        made = self._tree(self.func.body.body, {**dict.fromkeys(self.state.values()), **values})
+        if not self._state:
+            return made
+        others = made[: len(made) - len(self._state)]  # results that are state come last
+        return others[0] if len(others) == 1 else others
 
     def _tree(self, expr: relax.Expr, values: Mapping[str, Any]) -> Any:
         if isinstance(expr, relax.Tuple):
@@ -60,6 +81,14 @@ class Flow:
             for value in taken:
                 found[value].append(name)
         return found
+
+    def origin(self, name: str) -> str:
+        """The binding that one is another name of: a variable, or a field of a tuple that is written as one."""
+        value = self.bindings[name].value if name in self.bindings else None
+        if isinstance(value, relax.TupleGetItem) and isinstance(value.tuple_value, relax.Var):
+            made = self.bindings.get(self.origin(value.tuple_value.name_hint))
+            value = made.value.fields[value.index] if made and isinstance(made.value, relax.Tuple) else None
+        return self.origin(value.name_hint) if isinstance(value, relax.Var) else name
 
     def is_float(self, name: str) -> bool:
         """Whether a value is a tensor of floats."""

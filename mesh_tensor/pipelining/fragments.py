@@ -8,17 +8,19 @@ weight) is computed again instead, as it costs next to nothing and would be held
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tvm import ir, relax
 
 from mesh_tensor.annotations.annotation import from_attr
 from mesh_tensor.annotations.module_annotations import HINTS_ATTR
 from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, source_names
-from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.plan.manual import leaves_devices
 
 from .assign import Stages
 from .flow import Flow
+from .schedule import Schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +85,10 @@ class _Fragments:
         names = {own: name for name, own in reversed(list(self.gives.items()))}
         taken = [*self.stage.params, *self.stage.takes]
         seeds = [name for name in self.flow.params if name not in taken]
-        floats = [own for own in dict.fromkeys(self.gives.values()) if self.flow.is_float(own)]
-        seeded = {seed: gradient_name(names[own]) for seed, own in zip(seeds, floats, strict=True)}
-        return names | seeded | {name: name for name in taken}
+        seeded = [own for name, own in self.gives.items() if name not in self.stage.only_state]
+        floats = [own for own in dict.fromkeys(seeded) if self.flow.is_float(own)]
+        gradients = {seed: gradient_name(names[own]) for seed, own in zip(seeds, floats, strict=True)}
+        return names | gradients | {name: name for name in taken}
 
     def _divide(self) -> None:
         """Which bindings are of the forward, of the input gradients, and of the weights'."""
@@ -94,7 +97,7 @@ class _Fragments:
         moving = [name for name in flow.params if name in held or name not in self.stage.params]
         varying = flow.below([name for name in moving if name not in self.constant])
         used = flow.above(flow.results)
-        self.forward = self._with_fields(flow.above(self.gives.values()), used)
+        self.forward = self._with_kept(self._with_fields(flow.above(self.gives.values()), used))
         self.inputs = self._with_fields(flow.above(self.of_inputs.values()) - self.forward, used)
         self.weights = flow.above(self.of_weights.values()) - self.forward - self.inputs
         again = self.forward if self.recompute else self.forward - varying
@@ -108,6 +111,11 @@ class _Fragments:
             if name in used and isinstance(binding.value, relax.TupleGetItem) and self.flow.operands[name][0] in mine:
                 mine.add(name)
         return mine
+
+    def _with_kept(self, mine: set[str]) -> set[str]:
+        """The bindings with what the backward takes of what devices have of their own, along a dim of devices."""
+        ends = [n for n, b in self.flow.bindings.items() if isinstance(b.value, relax.Call) and leaves_devices(b.value)]
+        return mine | {name for name in ends if set(self.flow.operands[name]) <= mine}
 
     def _with(self, mine: set[str], again: set[str]) -> set[str]:
         """The bindings with those of `again` that they need."""
@@ -159,7 +167,8 @@ FUNCTION = "stage"
 class Stage:
     """A part of a function on one mesh: `module`'s function "stage" takes `params` (of the whole function) and `takes`
     (value -> the stage that makes it), in this order, and returns `gives`: what later stages take, and those of the
-    function's results that are made here, `results`."""
+    function's results that are made here: `results`, which callers get, and `state`, what comes in place of a parameter
+    in the next call (parameter -> value). `only_state` of these nobody else takes."""
 
     index: int
     mesh: str
@@ -168,6 +177,8 @@ class Stage:
     takes: Mapping[str, int]
     gives: tuple[str, ...]
     results: tuple[str, ...]
+    state: Mapping[str, str] = field(default_factory=dict)
+    only_state: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         taken = ", ".join(f"{value} of {stage}" for value, stage in self.takes.items())
@@ -195,8 +206,31 @@ def cut(flow: Flow, where: Stages, meshes: Sequence[str], only: Sequence[int] | 
     if problems:
         refuse(problems, where=f"stages of {flow.function!r}", fix="name values that are tensors, in every stage some")
     return tuple(
-        _stage(flow, where, n, mesh, takes[n], gives[n]) for n, mesh in enumerate(meshes) if only is None or n in only
+        _stage(flow, where, n, mesh, takes, gives[n]) for n, mesh in enumerate(meshes) if only is None or n in only
     )
+
+
+def check_state(flow: Flow, where: Stages, schedule: Schedule) -> None:
+    """Refuse state that microbatches can't hand on: that several stages have, or whose stage runs them in another order
+    than theirs."""
+    problems, kept = [], dict[int, list[str]]()
+    for name, value in flow.state.items():
+        kept.setdefault(max(where.get(value, [0])), []).append(name)
+        users = {index for user in flow.users[name] for index in where.get(user, ())} | where.get(value, set())
+        if len(users) > 1:
+            problems.append(f"{name!r}, which the model writes, is of stages {', '.join(map(str, sorted(users)))}")
+    for stage, names in kept.items():
+        row = schedule.rows[schedule.mesh_of[stage]]
+        order = [action.microbatch for action in row if action.kind == "F" and action.stage == stage]
+        if order != sorted(order):
+            problems.append(f"stage {stage}, which writes {listing(names)}, runs forwards of microbatches {order}")
+    if problems:
+        refuse(
+            problems,
+            where=f"state of {flow.function!r}, on schedule {schedule.name!r}",
+            why="what a microbatch leaves of it is what the next one takes",
+            fix="keep what takes and writes it in one stage, and its forwards in the order of microbatches",
+        )
 
 
 def _crossing(flow: Flow, where: Stages, count: int) -> tuple[list[dict[str, int]], list[tuple[str, ...]]]:
@@ -220,13 +254,17 @@ def _crossing(flow: Flow, where: Stages, count: int) -> tuple[list[dict[str, int
     return takes, [tuple(name for name in flow.bindings if name in names) for names in given]
 
 
-def _stage(flow: Flow, where: Stages, index: int, mesh: str, takes: Mapping[str, int], gives: tuple[str, ...]) -> Stage:
+def _stage(
+    flow: Flow, where: Stages, index: int, mesh: str, takes: Sequence[Mapping[str, int]], gives: tuple[str, ...]
+) -> Stage:
     mine = {name for name, stages in where.items() if index in stages}
     used = {value for name in mine for value in flow.operands[name]}
-    params = tuple(name for name in flow.params if name in used)
-    module = part(flow, mine, [*params, *takes], gives)
-    results = tuple(name for name in dict.fromkeys(flow.results) if name in gives and max(where[name]) == index)
-    return Stage(index, mesh, module, params, dict(takes), gives, results)
+    state = {name: value for name, value in flow.state.items() if max(where[value]) == index}
+    params = tuple(name for name in flow.params if name in used or name in state)
+    module, taken = part(flow, mine, [*params, *takes[index]], gives), {name for each in takes for name in each}
+    results = tuple(name for name in dict.fromkeys(flow.returned) if name in gives and max(where[name]) == index)
+    only_state = tuple(value for value in dict.fromkeys(state.values()) if value not in {*results, *taken})
+    return Stage(index, mesh, module, params, dict(takes[index]), gives, results, state, only_state)
 
 
 def part(flow: Flow, mine: set[str], params: Sequence[str], gives: Sequence[str], name: str = FUNCTION) -> ir.IRModule:

@@ -13,7 +13,6 @@ from tvm import ir, relax
 
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 from .batch_kinds import Kind, Mean, Mixed, Sum
@@ -61,12 +60,12 @@ def accumulated(
     Raises:
         MeshTensorError: as `gradient_function`; or the loss is neither a sum nor a mean over rows.
     """
-    mod, _ = readable(mod, function)
+    mod, read = readable(mod, function)
     found = batch_parts(
         mod, function, batches.inputs, trained, quotients=batches.quotients, through_stops=False, own_seeds=True
     )
     kind = _kind_of_loss(found, function)
-    graph = read_graph(found.mod, function, Mesh({"none": 1}), {})
+    graph = read_graph(found.mod, function, read.mesh, {}, experts=False)
     wrt = [value for value in graph.params if value.name in trained]
     writer = Writer(found.mod, graph)
     copies = [graph, *(_copy(graph, writer) for _ in range(1, batches.count))]

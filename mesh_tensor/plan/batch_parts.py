@@ -63,6 +63,7 @@ def batch_parts(
     quotients: str | None = None,
     through_stops: bool = True,
     own_seeds: bool = False,
+    written: Collection[str] = (),
 ) -> BatchParts:
     """What a function makes of parts of a batch. Every variable has a name of its own.
 
@@ -76,6 +77,7 @@ def batch_parts(
             "mean", as the number is larger for the batch, or a "sum", as it is a constant; None: it is not known.
         through_stops: what depends on what is trained only where no gradient goes through depends on it, too: totals
             are known before anything is run. Else they are known before what has gradients is.
+        written: parameters that each part leaves another value for, which the next one takes.
         own_seeds: each part drops by a seed of its own: which row of its part a row is does not matter, then.
     """
     graph = read_graph(shapes_of or mod, function, Mesh({"rows": 1}), {})
@@ -84,7 +86,7 @@ def batch_parts(
     if own_seeds:
         anywhere = {node: replace(rules[node], positional=frozenset()) for node in graph.nodes if _drops(node)}
         rules = {**rules, **anywhere}
-    known = _Kinds(graph, rules, inputs, trained, stated, quotients, shapes_of is not None, through_stops)
+    known = _Kinds(graph, rules, inputs, trained, stated, quotients, shapes_of is not None, through_stops, written)
     kinds = tuple(known.of[value] for value in leaves(graph.result))
     if not known.uses and not known.shared:
         return BatchParts(mod, kinds)
@@ -111,6 +113,7 @@ class _Kinds:
     quotients: str | None
     shapes_are_chosen: bool
     through_stops: bool
+    written: Collection[str] = ()
     of: dict[Value, Kind] = field(default_factory=dict)
     uses: dict[tuple[Value, str], None] = field(default_factory=dict)
     shared: dict[tuple[Value, str], None] = field(default_factory=dict)
@@ -128,9 +131,15 @@ class _Kinds:
         for value in self.graph.values():
             if value not in self._makers and value not in self.of:
                 self.of[value] = Fixed(self._varying(value))
+        self.of |= {
+            value: Mixed(f"{value.name} is another one for each part") for value in params if self._is_written(value)
+        }
         for node in self.graph.nodes:
             self._numbers |= {value: self._number_made(node, value) for value in node.outputs}
             self._visit(node)
+
+    def _is_written(self, value: Value) -> bool:
+        return value.name in self.written
 
     def binding(self, value: Value) -> str:
         """The name of the binding that makes a value, or of the parameter that it is."""

@@ -15,11 +15,11 @@ from typing import Any
 
 from tvm import ir, relax, tirx
 
-from mesh_tensor.annotations.manual import is_manual
 from mesh_tensor.annotations.names import relax_function
 from mesh_tensor.rules.operator.call import Structure
 
 from .ir import ANNOTATE, REDISTRIBUTE, STATE_ATTR
+from .manual import is_collective
 from .reader import Annotations
 from .repeats import UnknownKindError, called, kind_of, stretches
 
@@ -151,7 +151,7 @@ def _check(value: relax.Expr) -> None:
     """It is no call but of an operator on tensors."""
     if isinstance(value, relax.Call) and (not called(value) or called(value).startswith("call_tir")):
         raise _NotAlikeError
-    if is_manual(value):
+    if isinstance(value, relax.Call) and is_collective(value):
         raise _NotAlikeError
 
 

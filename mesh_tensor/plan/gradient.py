@@ -8,19 +8,24 @@ next one, and the gradients of its inputs are what it hands to the one before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from tvm import ir, relax
+from tvm import ir, relax, tirx
 
+from mesh_tensor.annotations.experts import experts_backward
+from mesh_tensor.annotations.manual import MANUAL, Manual, manual_text
 from mesh_tensor.annotations.names import reachable, relax_function, source_names, unique_names, variables
 from mesh_tensor.base.errors import listing, refuse
-from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.gradients import Backward, gradients_of, stops_gradients
 from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call
 
 from .ir import Graph, Value, leaves
 from .joint import Joint, Writer
+from .manual import manual_mesh
 from .reader import read_graph
+from .varying import Axes, varying
 
 SEED = "seed"  # the gradient of the loss by itself: the first value of the backward part
 
@@ -33,12 +38,14 @@ def gradient_function(
     loss: int = 0,
     seeded: bool = False,
     optional: Collection[str] = (),
+    unseeded: Collection[int] = (),
 ) -> ir.IRModule:
     """The module whose `function` returns (what it returned, the gradients of the parameters `wrt`, as a tuple).
 
     loss     which of the function's results is differentiated: a number
     seeded   the gradients of all its results of floats are parameters, after the function's own, instead
     optional the parameters whose gradients may be zero
+    unseeded numbers of results of floats that nothing is differentiated by: they have no such parameters
 
     Raises:
         MeshTensorError: the result is no number, a parameter is not there, holds no floats or has no influence on the
@@ -48,20 +55,45 @@ def gradient_function(
     results = leaves(joint.graph.result)
     seeds: dict[Value, relax.Expr] = {}
     if seeded:
-        for value in dict.fromkeys(value for value in results if is_float(value)):
+        for value in dict.fromkeys(v for n, v in enumerate(results) if is_float(v) and n not in unseeded):
             seeds[value] = joint.writer.parameter(f"d_{value.name}", value)
             joint.params.append(seeds[value])
     else:
         value = loss_of(results, loss, function)
         seeds[value] = joint.writer.emit(_one(value), SEED)
     values = _parameters(joint.graph, wrt, function)
-    reverse(joint, seeds, values)
+    reverse(joint, seeds, values, _Kept(joint) if seeded else None)
     for value in values:
         if value.name in optional and value not in joint.gradients:
             zeros = relax.op.zeros(value.type.shape, value.type.dtype)
             joint.gradients[value] = joint.writer.emit(zeros, f"d_{value.name}_none")
     made = gradients_made(joint, values, mod, function)
     return joint.writer.module(mod, function, joint, relax.Tuple([joint.result, relax.Tuple(made)]))
+
+
+class _Kept(Mapping[Value, relax.Expr]):
+    """A function's values as a backward part of its own has them: what devices have of their own lies along a dim of
+    devices on its way there, since no function takes or gives values of one device."""
+
+    def __init__(self, joint: Joint) -> None:
+        self._joint, self._made = joint, dict[Value, relax.Expr]()
+
+    def __getitem__(self, value: Value) -> relax.Expr:
+        known, writer = self._joint.env[value], self._joint.writer
+        if value.data is not None or not (axes := writer.own_axes(known)):
+            return known
+        if value not in self._made:
+            names = tuple([axis for axis, _ in axes])
+            shape = (*(size for _, size in axes), *value.type.shape)
+            kept = writer.emit(devices_call(ALL_DEVICES, known, names, shape), f"{value.name}_kept")
+            self._made[value] = writer.emit(devices_call(PER_DEVICE, kept, names, value.type.shape), value.name)
+        return self._made[value]
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(self._joint.env)
+
+    def __len__(self) -> int:
+        return len(self._joint.env)
 
 
 def taken_backward(mod: ir.IRModule, function: str, wrt: Sequence[str]) -> set[str]:
@@ -114,7 +146,7 @@ def readable(mod: ir.IRModule, function: str) -> tuple[ir.IRModule, Graph]:
             why="gradients' types would have to say how they lie",
             fix="state layouts by annotate_module, or R.dist.annotate_sharding",
         )
-    return mod, read_graph(mod, function, Mesh({"none": 1}), {})
+    return mod, read_graph(mod, function, manual_mesh(reachable(mod, function).values()), {}, experts=False)
 
 
 def reverse(
@@ -130,24 +162,50 @@ def reverse(
         MeshTensorError: an operator between them has no gradient.
     """
     graph, env, writer = joint.graph, joint.env if known is None else known, joint.writer
-    active = depending_on(graph, wrt)
+    active, own = depending_on(graph, wrt), varying(graph)
     parts: dict[Value, list[relax.Expr]] = {value: [seed] for value, seed in seeds.items()}
     for node in reversed(graph.nodes):
         if not any(value in active and parts.get(value) for value in node.outputs):
             continue
-        found = [_sum(joint, value, parts.pop(value, []), value in active) for value in node.outputs]
+        found = [
+            _sum(joint, value, parts.pop(value, []), own.get(value, ()), value in active) for value in node.outputs
+        ]
         wanted = tuple(value in active for value in node.inputs)
         operands, results = (tuple(env[value] for value in values) for values in (node.inputs, node.outputs))
         if node.is_annotation:
             made = [writer.annotated(node, found[0])]
         else:
             backward = Backward(node.call, operands, results, tuple(found), wanted, writer.emit)
-            made = gradients_of(backward, node.where)
+            is_experts = operator_name(node.call) == MANUAL
+            made = _experts(backward, writer, node.where) if is_experts else gradients_of(backward, node.where)
         for value, gradient in zip(node.inputs, made, strict=True):
             if gradient is not None:
                 parts.setdefault(value, []).append(gradient)
     for value in wrt:
-        _sum(joint, value, parts.get(value, []), True)
+        _sum(joint, value, parts.get(value, []), (), True)
+
+
+def _experts(b: Backward, writer: Writer, where: str) -> list[relax.Expr | None]:
+    """The gradients of what `mt.experts` takes: experts' devices make them, row by row and weight by weight."""
+    ndims = [one.ndim for one in b.call.inputs], [one.ndim for one in b.call.outputs]
+    stated = Manual.parse(manual_text(b.call.expr), *ndims, where)
+    assert stated.experts is not None
+    mod, body = unique_names(writer.functions.get()), stated.experts.body
+    many = stated.experts.room * math.prod(map(stated.axes.size, stated.experts.axes))
+    func = mod[body]
+    rows, _, *weights = func.params
+    if isinstance(symbol := rows.struct_info.shape.values[0], tirx.Var):
+        sized = func.bind_symbolic_vars({symbol: many})
+        mod = ir.IRModule({var: sized if var.name_hint == body else one for var, one in mod.functions_items()})
+    summed = [n for n, is_wanted in enumerate(b.wanted[2:]) if is_wanted]
+    names = [rows.name_hint, *(weights[n].name_hint for n in summed)]
+    made = gradient_function(mod, body, names, seeded=True, optional=names)[body]
+    backward = writer.functions.add_func(made.without_attr("global_symbol"), f"{body}_backward")
+    call = experts_backward(writer.functions, backward, stated, b.operands, b.d, summed)
+    results = b.emit(call)
+    d_rows, *d_weights = [b.emit(relax.TupleGetItem(results, n)) for n in range(len(names))]
+    found = dict(zip(summed, d_weights, strict=True))
+    return [d_rows if b.wanted[0] else None, None, *(found.get(n) for n in range(len(weights)))]
 
 
 def is_float(value: Value) -> bool:
@@ -155,13 +213,19 @@ def is_float(value: Value) -> bool:
     return "float" in value.type.dtype
 
 
-def _sum(joint: Joint, value: Value, parts: list[relax.Expr], active: bool) -> relax.Expr | None:
-    """The gradient of a value, of what its uses give; it is known by the value's name then."""
+def _sum(joint: Joint, value: Value, parts: list[relax.Expr], own: Axes, active: bool) -> relax.Expr | None:
+    """The gradient of a value, of what its uses give; it is known by the value's name then. What devices give each for
+    a value that they have in common is added up; `own`: the axes along which they have one of their own."""
     if not parts or not active:
         return None
-    total = parts[0]
-    for part in parts[1:]:
-        total = joint.writer.emit(relax.op.add(total, part), f"d_{value.name}")
+    writer, name = joint.writer, f"d_{value.name}"
+    by_axes: dict[Axes, relax.Expr] = {}
+    for part in parts:
+        over = tuple([axis for axis in writer.own_axes(part) if axis not in own])
+        by_axes[over] = writer.emit(relax.op.add(by_axes[over], part), name) if over in by_axes else part
+    total, *rest = [writer.over_devices(part, over, name) for over, part in by_axes.items()]
+    for part in rest:
+        total = writer.emit(relax.op.add(total, part), name)
     joint.gradients[value] = total
     return total
 

@@ -52,6 +52,9 @@ class Scope:
     site: int
 
 
+Scopes = tuple[Scope, ...]  # outer calls before inner ones
+
+
 @dataclass(eq=False)
 class Node:
     """One operator: `call` on `inputs` gives `outputs`. `kernel` is the TIR function of a call_tir, `flops` those of

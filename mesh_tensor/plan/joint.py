@@ -10,11 +10,14 @@ from tvm import ir, relax
 
 from mesh_tensor.annotations.annotation import from_attr
 from mesh_tensor.annotations.module_annotations import GRADIENTS_ATTR, HINTS_ATTR
-from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, Fresh, relax_function, source_names
+from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, Fresh, reachable, relax_function, source_names
+from mesh_tensor.rules.operator.call import plain
+from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call
 from mesh_tensor.rules.operator.rule import LocalCall
 
 from .ir import Graph, Node, Tree, Value
 from .turned_products import turned_products
+from .varying import Axes
 
 
 @dataclass(eq=False)
@@ -39,11 +42,13 @@ class Writer:
 
     def __init__(self, mod: ir.IRModule, graph: Graph) -> None:
         self._fresh = Fresh([value.name for value in graph.values()])
-        self._builder = relax.BlockBuilder()
+        self.functions = relax.BlockBuilder(mod)  # what is called by name, and more that is written
         self._bindings: list[relax.VarBinding] = []
         self._kernels: dict[ir.GlobalVar, relax.Expr] = {}
         self._hints: dict[str, dict] = {}
         self._unused: set[str] = set()
+        self._mesh = graph.mesh
+        self._own: dict[relax.Var, frozenset[str]] = {}  # along which axes devices have their own
         self._stated = {
             (name.name_hint, value): hints
             for name, func in mod.functions_items()
@@ -61,7 +66,20 @@ class Writer:
 
     def emit(self, expr: relax.Expr, name: str = "d") -> relax.Var:
         """A variable for the expression."""
-        return self._bind(self._fresh.name(name), self._builder.normalize(expr))
+        return self._bind(self._fresh.name(name), self.functions.normalize(expr))
+
+    def own_axes(self, expr: relax.Expr) -> Axes:
+        """The axes along which devices have an expression's value of their own."""
+        axes = self._axes(expr)
+        return tuple([(axis, self._mesh.size(axis)) for axis in self._mesh.in_order(axes)]) if axes else ()
+
+    def over_devices(self, expr: relax.Expr, axes: Axes, name: str) -> relax.Expr:
+        """The sum of what devices along these axes have."""
+        if not axes:
+            return expr
+        shape = (*(size for _, size in axes), *plain(expr.struct_info.shape))
+        exposed = self.emit(devices_call(ALL_DEVICES, expr, tuple([axis for axis, _ in axes]), shape), name)
+        return self.emit(relax.op.sum(exposed, list(range(len(axes)))), name)
 
     def again(self, node: Node, env: dict[Value, relax.Expr]) -> None:
         """The node's call, on the variables of `env`, which then has its results."""
@@ -84,7 +102,7 @@ class Writer:
             part: relax.Expr = var
             for index in path:
                 part = relax.TupleGetItem(part, index)
-            env[value] = self._bind(value.name, self._builder.normalize(part))
+            env[value] = self._bind(value.name, self.functions.normalize(part))
 
     def annotated(self, node: Node, gradient: relax.Expr | None) -> relax.Expr | None:
         """A gradient in the layout that is stated for the value it belongs to; heard after that."""
@@ -102,12 +120,12 @@ class Writer:
 
     def module(self, mod: ir.IRModule, function: str, joint: Joint, result: relax.Expr) -> ir.IRModule:
         """The module of the function that returns `result`, and of the kernels that it calls."""
-        result = self._builder.normalize(result)
+        result = self.functions.normalize(result)
         output = relax.Var(self._fresh.name("gv"), result.struct_info)
         bindings = turned_products(self._used(result), result)
         block = relax.DataflowBlock([*bindings, relax.VarBinding(output, result)])
         body = relax.Function(joint.params, relax.SeqExpr([block], output), output.struct_info)
-        func = self._builder.normalize(body).with_attr("global_symbol", function)
+        func = self.functions.normalize(body).with_attr("global_symbol", function)
         names = source_names(relax_function(mod, function))
         if names:
             func = func.with_attr(SOURCE_NAMES_ATTR, names)
@@ -117,7 +135,16 @@ class Writer:
         found = {v.name: g.name_hint for v, g in joint.gradients.items() if isinstance(g, relax.Var)}
         gradients = {value: gradient for value, gradient in found.items() if gradient in there}
         func = func.with_attr(GRADIENTS_ATTR, gradients)
-        return ir.IRModule({ir.GlobalVar(function): func, **self._kernels}, global_infos=mod.global_infos)
+        return ir.IRModule(
+            {ir.GlobalVar(function): func, **self._called(func, function), **self._kernels},
+            global_infos=mod.global_infos,
+        )
+
+    def _called(self, func: relax.Function, function: str) -> dict[ir.GlobalVar, relax.Function]:
+        """The functions that a function calls by name."""
+        there = {var: one for var, one in self.functions.get().functions_items() if var.name_hint != function}
+        names = reachable(ir.IRModule({**there, ir.GlobalVar(function): func}), function)
+        return {var: one for var, one in there.items() if var.name_hint in names}
 
     @contextmanager
     def only_if_used(self) -> Iterator[None]:
@@ -140,8 +167,22 @@ class Writer:
 
     def _bind(self, name: str, expr: relax.Expr) -> relax.Var:
         var = relax.DataflowVar(name, expr.struct_info)
+        if axes := self._axes(expr):
+            self._own[var] = axes
         self._bindings.append(relax.VarBinding(var, expr))
         return var
+
+    def _axes(self, expr: relax.Expr) -> frozenset[str]:
+        if isinstance(expr, relax.Var):
+            return self._own.get(expr, frozenset())
+        edge = _edge(expr)
+        if edge is None and not self._own:
+            return frozenset()
+        axes = frozenset().union(*(self._own.get(var, frozenset()) for var in relax.analysis.free_vars(expr)))
+        if edge is None:
+            return axes
+        name, mine = edge
+        return axes | mine if name == PER_DEVICE else axes - mine
 
     def _like(self, node: Node, made: relax.Call) -> relax.Call:
         relax.expr._update_struct_info(made, node.call.expr.struct_info)
@@ -156,6 +197,14 @@ class Writer:
             hints["priority"] = int(hints.get("priority", 0)) + later
         if hints:
             self._hints[name] = hints
+
+
+def _edge(expr: relax.Expr) -> tuple[str, frozenset[str]] | None:
+    """What leads into what devices have of their own or out of it, and its axes, if an expression is that."""
+    if not isinstance(expr, relax.Call) or not expr.args or not isinstance(expr.args[0], relax.ExternFunc):
+        return None
+    name = str(expr.args[0].global_symbol)
+    return (name, frozenset(str(expr.args[-1].value).split(","))) if name in (PER_DEVICE, ALL_DEVICES) else None
 
 
 def _paths(info: relax.StructInfo) -> Iterator[tuple[int, ...]]:

@@ -3,61 +3,25 @@ steps one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tvm import relax
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.rules.operator.call import OpCall, op_call
+from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.loops import loop_call
 
-from .ir import GraphLoop, Scope, Tree, Value, leaves, map_tree
+from .ir import GraphLoop, Scope, Scopes, Tree, Value, leaves, map_tree
 from .loops import Counter, Recursion, number_of, used_in
-from .manual import Devices, Region
-from .varying import Axes
+from .manual import Region
+
+if TYPE_CHECKING:
+    from .bindings import Bindings
+    from .reader import GraphReader
 
 _MOST_STEPS = 4096  # that are unrolled
-Scopes = tuple[Scope, ...]
-
-
-class Bindings(Protocol):
-    """What reads a function's bindings."""
-
-    env: dict[relax.Var, Tree]
-
-    def bind(self, binding: relax.Binding) -> None:
-        """Read one."""
-
-    def expression(self, expr: relax.Expr, name: str = "result") -> Tree:
-        """What an expression is."""
-
-
-class Reader(Protocol):
-    """What reads functions into a graph."""
-
-    loops: dict[Scope, GraphLoop]
-    with_loops: bool
-    varying: dict[Value, Axes]
-
-    def bindings(self, function: str, env: dict[relax.Var, Tree], scopes: Scopes, region: Region | None) -> Bindings:
-        """What reads bindings where variables are these values."""
-
-    def devices(self, function: str, name: str, scopes: Scopes) -> Devices:
-        """What manual computations do."""
-
-    def tried(self, read: Callable[[], Tree | None]) -> Tree | None:
-        """What reads something; where it gives None, as if it had not been read."""
-
-    def constant(self, constant: relax.Constant) -> Value:
-        """The value of a constant."""
-
-    def add(self, call: OpCall, inputs: list[Value], function: str, name: str, scopes: Scopes) -> list[Value]:
-        """A node."""
-
-    def note(self, function: str, name: str, value: Value) -> None:
-        """What was stated for a variable is stated of this value."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +45,7 @@ class LoopReader:
     it: the fewest that this takes, found by reading the loop until it does."""
 
     def __init__(
-        self, reader: Reader, name: str, found: Recursion, outer: Scopes, scope: Scope, region: Region | None
+        self, reader: GraphReader, name: str, found: Recursion, outer: Scopes, scope: Scope, region: Region | None
     ) -> None:
         self._reader, self._name, self._found = reader, name, found
         self._outer, self._scope, self._region = outer, scope, region

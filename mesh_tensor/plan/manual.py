@@ -3,19 +3,23 @@ collective is an operator on that dim, and all else of the planner holds as it s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 import numpy
 from tvm import relax
 
 from mesh_tensor.annotations.comm import PREFIX, Comm, comm_of
+from mesh_tensor.annotations.manual import axes_of_manual, is_manual
+from mesh_tensor.annotations.names import bindings
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.aten import roll_call
-from mesh_tensor.rules.operator.call import op_name
+from mesh_tensor.rules.operator.call import op_name, plain
 from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call, of_device_call
 
 from .ir import Value
@@ -48,17 +52,67 @@ class Region:
             refuse(
                 problems,
                 where=f"{where}, a manual computation",
-                why="its axes are those of the mesh that it is distributed over; gradients, searches and pipelines, "
+                why="its axes are those of the mesh that it is distributed over; searches, pipelines and microbatches, "
                 "which lay a module out anew, take none",
                 fix=f"use axes of {mesh}, each once",
             )
         return Region(axes, around | {*axes})
 
 
+def manual_mesh(functions: Iterable[relax.Function]) -> Mesh:
+    """All manual axes of functions, in an order that is theirs everywhere; one of size 1 where there are none.
+
+    Raises:
+        MeshTensorError: an axis has several sizes, or there is no such order.
+    """
+    sizes: dict[str, set[int]] = {}
+    order: TopologicalSorter[str] = TopologicalSorter()
+    for func in functions:
+        for axes in filter(None, [axes_in(binding.value) for binding in bindings(func)]):
+            for axis, size in axes.items():
+                sizes.setdefault(axis, set()).add(size)
+                order.add(axis)
+            for before, after in pairwise(axes):
+                order.add(after, before)
+    problems = [
+        f"axis {axis!r} has {listing(sorted(found))} devices" for axis, found in sizes.items() if len(found) > 1
+    ]
+    try:
+        names = list(order.static_order())
+    except CycleError as error:
+        problems.append(f"axes are in several orders: {listing(list(dict.fromkeys(error.args[1])))}")
+    if problems:
+        refuse(problems, where="manual computations of one module", fix="use axes of one mesh")
+    return Mesh({name: min(sizes[name]) for name in names} or {"none": 1})
+
+
+def axes_in(value: relax.Expr) -> dict[str, int]:
+    """The manual axes that a binding's value states, with their sizes."""
+    if not isinstance(value, relax.Call):
+        return {}
+    if is_manual(value):
+        return axes_of_manual(value)
+    if not is_edge(value):
+        return {}
+    names = str(value.args[-1].value).split(",")
+    tensor = value.args[1] if _name(value) == PER_DEVICE else value
+    return dict(zip(names, plain(tensor.struct_info.shape), strict=False))
+
+
+def is_edge(call: relax.Call) -> bool:
+    """Whether a call leads into what devices have of their own, or out of it."""
+    return _name(call) in (PER_DEVICE, ALL_DEVICES)
+
+
+def leaves_devices(call: relax.Call) -> bool:
+    """Whether a call puts what devices have of their own along dims."""
+    return _name(call) == ALL_DEVICES
+
+
 def is_collective(call: relax.Call) -> bool:
-    """Whether a call is a collective of manual computations, or would be what makes them."""
+    """Whether a call is a manual computation, a collective of one, or what gradients write for them."""
     name = _name(call)
-    return name.startswith((PREFIX, "ccl.")) or name in (PER_DEVICE, ALL_DEVICES)
+    return name.startswith((PREFIX, "ccl.")) or is_edge(call) or is_manual(call)
 
 
 def comm_in(region: Region | None, call: relax.Call, mesh: Mesh, where: str) -> Comm:
@@ -115,6 +169,31 @@ class Devices:
         self, mesh: Mesh, emit: Emit, constant: Callable[[relax.Constant], Value], varying: Mapping[Value, Axes]
     ) -> None:
         self._mesh, self._emit, self._constant, self._varying = mesh, emit, constant, varying
+
+    def edge(self, call: relax.Call, value: Value, where: str) -> Value:
+        """What a call that leads into what devices have of their own, or out of it, makes of a value: as reverse passes
+        write manual computations.
+
+        Raises:
+            MeshTensorError: its axes are not the mesh's, or devices have their own along them already, or do not yet.
+        """
+        stated, enters = axes_in(call), _name(call) == PER_DEVICE
+        axes = Mesh(stated)
+        own = dict(self._varying.get(value, ()))
+        problems = _wrong_axes(axes, self._mesh) or [
+            f"devices {'have' if enters else 'do not have'} their own along {axis!r}"
+            for axis in axes
+            if (axis in own) == enters
+        ]
+        if not problems and self._mesh.in_order(axes) != axes.axis_names:
+            problems.append(
+                f"the axes are {listing(axes.axis_names)}, but {listing(self._mesh.in_order(axes))} in the mesh"
+            )
+        if problems:
+            refuse(problems, where=where, fix="write mt.manual_computation, and let gradients write this")
+        if enters:
+            return self._per_device(value, {axis: place for place, axis in enumerate(axes)})
+        return self._exposed(value, axes.axis_names)
 
     def tile(self, value: Value, layout: Sharding, what: str) -> Value:
         """What every device has of a tensor in a layout over manual axes.

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tvm import relax
 
 from mesh_tensor.annotations.manual import Manual, is_manual, manual_text
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import tensor_infos, tensor_types
 
-from .ir import Scope, Tree, Value, leaves
-from .manual import Devices, Region, check_types, comm_in
+from .ir import Scopes, Tree, Value, leaves
+from .manual import Region, check_types, comm_in, is_edge
 
-Scopes = tuple[Scope, ...]
-
-
-class Reader(Protocol):
-    """What reads functions into a graph. `manual`: the axes of manual computations."""
-
-    mesh: Mesh
-    manual: set[str]
-
-    def function(self, name: str) -> relax.Function:
-        """A function of the module."""
-
-    def sized(self, func: relax.Function, args: Sequence[Tree]) -> relax.Function:
-        """The function with the sizes that its arguments bring."""
-
-    def enter(self, name: str, args: list[Tree], scopes: Scopes, region: Region | None = None) -> Tree:
-        """The nodes of a call."""
-
-    def devices(self, function: str, name: str, scopes: Scopes) -> Devices:
-        """What manual computations do, bound to a name."""
+if TYPE_CHECKING:
+    from .reader import GraphReader
 
 
 class ManualReader:
@@ -43,7 +24,7 @@ class ManualReader:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: GraphReader,
         function: str,
         scopes: Scopes,
         region: Region | None,
@@ -58,7 +39,18 @@ class ManualReader:
         Raises:
             MeshTensorError: axes, tiles or groups are not as they have to be, or a collective stands outside of one.
         """
-        return self._manual(expr, name) if is_manual(expr) else self._collective(expr, name)
+        if is_manual(expr):
+            return self._manual(expr, name)
+        return self._edge(expr, name) if is_edge(expr) else self._collective(expr, name)
+
+    def _edge(self, expr: relax.Call, name: str) -> Tree:
+        """What leads into what devices have of their own, or out of it."""
+        where = f"{self._function}.{name}"
+        (value,) = self._values(expr.args[1], name)
+        made = self._reader.devices(self._function, name, self._scopes).edge(expr, value, where)
+        self._reader.manual.update(axis for one in (value, made) for axis, _ in self._reader.varying.get(one, ()))
+        check_types(f"{where}: the call says", [made.type], tensor_types(expr.struct_info, where))
+        return made
 
     def _manual(self, expr: relax.Call, name: str) -> Tree:
         """What a manual computation gives: its function on tiles."""

@@ -1,4 +1,4 @@
-"""Reader: from a Relax function of known sizes to a Graph."""
+"""GraphReader: from a Relax function of known sizes to a Graph."""
 
 from __future__ import annotations
 
@@ -6,45 +6,50 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, relax, tirx
 
-from mesh_tensor.annotations.manual import is_manual
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.annotations.names import relax_functions
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.rules.operator.call import (
-    OpCall,
-    op_call,
-    op_name,
-    tensor_infos,
-    tensor_type,
-    tensor_types,
-    with_known_sizes,
-    with_said_sizes,
-)
+from mesh_tensor.rules.operator.call import OpCall, op_call, tensor_infos, tensor_type
 
-from .ir import ANNOTATE, STATE_ATTR, Graph, GraphLoop, Node, Scope, Tree, Value, leaves
+from .bindings import Bindings
+from .ir import ANNOTATE, STATE_ATTR, Graph, GraphLoop, Node, Scope, Scopes, Tree, Value, leaves
 from .loop_reader import LoopReader
 from .loops import Recursion, recursion_of
-from .manual import Devices, Region, is_collective
-from .manual_reader import ManualReader
+from .manual import Devices, Region
 from .varying import Axes, node_axes
 
 # (function name, variable name) -> what was stated for it
 Annotations = Mapping[tuple[str, str], Annotation]
 
 
-def read_graph(mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, *, loops: bool = False) -> Graph:
+def read_graph(
+    mod: ir.IRModule,
+    function: str,
+    mesh: Mesh,
+    annotations: Annotations,
+    *,
+    loops: bool = False,
+    experts: bool = True,
+) -> Graph:
     """The Graph of a function of `mod`, with all calls of other Relax functions entered. `loops`: those that end by
-    calling themselves are loops of the graph; else their steps are unrolled.
+    calling themselves are loops of the graph; else their steps are unrolled. `experts`: those of `mt.experts` are, too;
+    else each is one node.
 
     Raises:
         MeshTensorError: the function is missing or recursive, a size is symbolic, or an expression is no operator,
             call, tuple or If.
     """
-    reader = _Reader(mod, mesh, annotations, loops)
+    reader = GraphReader(mod, mesh, annotations, loops, experts)
     func = reader.function(function)
     params = [reader.parameter(function, var) for var in func.params[:]]
     body = reader.body(function, func, params, ())
+    if own := {value.name: reader.varying[value] for value in leaves(body) if value in reader.varying}:
+        refuse(
+            [f"devices along {axis!r} may have different values of {name!r}" for name in own for axis, _ in own[name]],
+            where=f"results of {function!r}",
+            fix="reduce or gather them",
+        )
     state, manual = _state(func, params, body), frozenset(reader.manual)
     graph = Graph(function, mesh, params, reader.nodes, body, reader.annotations, state, manual=manual)
     if reader.loops:
@@ -87,11 +92,13 @@ def _state(func: relax.Function, params: list[Value], body: Tree) -> dict[Value,
     return {leaves(body)[int(number)]: by_name[name] for name, number in attr.items()}
 
 
-class _Reader:
-    def __init__(self, mod: ir.IRModule, mesh: Mesh, annotations: Annotations, with_loops: bool) -> None:
+class GraphReader:
+    """Reads the functions of a module into one list of nodes. `manual`: the axes of manual computations."""
+
+    def __init__(self, mod: ir.IRModule, mesh: Mesh, annotations: Annotations, with_loops: bool, experts: bool) -> None:
         self.mesh, self.nodes = mesh, list[Node]()
         self.loops: dict[Scope, GraphLoop] = {}
-        self.with_loops = with_loops
+        self.with_loops, self.experts = with_loops, experts
         self.varying: dict[Value, Axes] = {}
         self.manual: set[str] = set()  # axes
         self.annotations: dict[Value, Annotation] = {}
@@ -120,14 +127,14 @@ class _Reader:
         function: str,
         func: relax.Function,
         args: Sequence[Tree],
-        scopes: tuple[Scope, ...],
+        scopes: Scopes,
         region: Region | None = None,
     ) -> Tree:
         """The nodes of a function's body on `args`, and what it returns."""
         env = dict(zip(func.params[:], args, strict=True))
-        return _Body(self, function, env, scopes, region).expression(func.body)
+        return Bindings(self, function, env, scopes, region).expression(func.body)
 
-    def enter(self, name: str, args: list[Tree], scopes: tuple[Scope, ...], region: Region | None = None) -> Tree:
+    def enter(self, name: str, args: list[Tree], scopes: Scopes, region: Region | None = None) -> Tree:
         """The nodes of a call of a module's function."""
         func = self.sized(self.function(name), args)
         if any(scope.function == name for scope in scopes):
@@ -159,13 +166,11 @@ class _Reader:
             self._known_sizes[key] = func.bind_symbolic_vars(sizes)
         return self._known_sizes[key]
 
-    def bindings(
-        self, function: str, env: dict[relax.Var, Tree], scopes: tuple[Scope, ...], region: Region | None
-    ) -> _Body:
+    def bindings(self, function: str, env: dict[relax.Var, Tree], scopes: Scopes, region: Region | None) -> Bindings:
         """What reads bindings of a function where variables are these values."""
-        return _Body(self, function, env, scopes, region)
+        return Bindings(self, function, env, scopes, region)
 
-    def devices(self, function: str, name: str, scopes: tuple[Scope, ...]) -> Devices:
+    def devices(self, function: str, name: str, scopes: Scopes) -> Devices:
         """What manual computations do, bound to a name."""
 
         def emit(make: Callable[..., relax.Expr], values: Sequence[Value]) -> Value:
@@ -201,7 +206,7 @@ class _Reader:
         inputs: list[Value],
         function: str,
         name: str,
-        scopes: tuple[Scope, ...],
+        scopes: Scopes,
         kernel: tirx.PrimFunc | None = None,
         *,
         note: bool = True,
@@ -214,7 +219,7 @@ class _Reader:
             self.note(function, name, outputs[0])
         return outputs
 
-    def _annotated(self, function: str, param: relax.Var, arg: Tree, scopes: tuple[Scope, ...]) -> Tree:
+    def _annotated(self, function: str, param: relax.Var, arg: Tree, scopes: Scopes) -> Tree:
         """A parameter of a called function with a layout of its own: a point where the layout may change."""
         if (function, param.name_hint) not in self._stated or not isinstance(arg, Value):
             return arg
@@ -239,149 +244,3 @@ class _Reader:
     def _unique(self, name: str) -> str:
         count = self._names[name] = self._names.get(name, 0) + 1
         return name if count == 1 else self._unique(f"{name}_{count - 1}")
-
-
-class _Body:
-    """One function's bindings."""
-
-    def __init__(
-        self,
-        reader: _Reader,
-        function: str,
-        env: dict[relax.Var, Tree],
-        scopes: tuple[Scope, ...],
-        region: Region | None,
-    ) -> None:
-        self._reader, self._function, self.env, self._scopes = reader, function, env, scopes
-        self._region = region
-
-    def expression(self, expr: relax.Expr, name: str = "result") -> Tree:
-        """What an expression is; its operators become nodes."""
-        read = _READ.get(type(expr))
-        if read is not None:
-            return read(self, expr, name)
-        return refuse(
-            f"{type(expr).__name__} can't be distributed",
-            where=f"{self._function}.{name} = {expr}",
-            fix="use operators, call_tir, calls of the module's functions, tuples and If",
-        )
-
-    def variable(self, expr: relax.Var, name: str) -> Tree:
-        """What is bound to it."""
-        return self.env[expr]
-
-    def constant(self, expr: relax.Constant, name: str) -> Tree:
-        """The value of a constant, the same at all its uses."""
-        return self._reader.constant(expr)
-
-    def fields(self, expr: relax.Tuple, name: str) -> Tree:
-        """Its fields."""
-        return tuple(self.expression(field, name) for field in expr.fields)
-
-    def field(self, expr: relax.TupleGetItem, name: str) -> Tree:
-        """The field of a tuple."""
-        tree = self.expression(expr.tuple_value, name)
-        assert isinstance(tree, tuple)
-        return tree[expr.index]
-
-    def sequence(self, expr: relax.SeqExpr, name: str) -> Tree:
-        """What it ends with, after its bindings."""
-        bindings = [binding for block in expr.blocks[:] for binding in block.bindings[:]]
-        casts = {b.value: b.struct_info for b in bindings if isinstance(b, relax.MatchCast)}
-        for binding in bindings:
-            self.bind(binding, casts.get(binding.var, casts.get(binding.value)) if casts else None)
-        return self.expression(expr.body, name)
-
-    def bind(self, binding: relax.Binding, cast: relax.StructInfo | None = None) -> None:
-        """Read a binding; `cast`: the type that the module says its value has."""
-        self.env[binding.var] = self.expression(with_said_sizes(binding.value, cast), binding.var.name_hint)
-        if isinstance(binding, relax.MatchCast):
-            self._check_cast(binding)
-
-    def _check_cast(self, binding: relax.MatchCast) -> None:
-        """Sizes are known: a value is what it is said to be, and the cast only gives a name."""
-        name = binding.var.name_hint
-        wanted, found = tensor_types(binding.struct_info, name), tuple(v.type for v in leaves(self.env[binding.var]))
-        if wanted != found:
-            texts = [", ".join(f"{list(one.shape)} {one.dtype}" for one in types) for types in (found, wanted)]
-            refuse(
-                f"{name!r} is {texts[0]}, but the module says it is {texts[1]}",
-                where=f"{self._function}.{name}",
-                why="a size lies outside of what the module was made for",
-                fix="call it with sizes that it can take",
-            )
-
-    def call(self, expr: relax.Call, name: str) -> Tree:
-        """The results of an operator, which becomes a node, or of a function's."""
-        if not isinstance(expr.op, ir.Op):
-            return self._function_call(expr.op, expr.args[:], name)
-        if isinstance(expr.struct_info, relax.ShapeStructInfo) and expr.struct_info.values is not None:
-            return ()  # a shape of known sizes: who takes it has them from its type
-        if is_manual(expr) or is_collective(expr):
-            reader = ManualReader(self._reader, self._function, self._scopes, self._region, self.expression)
-            return reader.read(expr, name)
-        expr, called = with_known_sizes(expr, f"{self._function}.{name}"), op_name(expr.op)
-        if isinstance(expr, relax.Constant):
-            return self._reader.constant(expr)
-        args, info = expr.args[:], expr.struct_info
-        inputs = self._operands(args, name)
-        call = OpCall(called, expr, tuple([operand.type for operand in inputs]), tensor_types(info, called))
-        kernel = self._reader.kernel(args[0]) if called == "call_tir" else None
-        outputs = self._reader.add(call, inputs, self._function, name, self._scopes, kernel)
-        return tuple(outputs) if isinstance(info, relax.TupleStructInfo) else outputs[0]
-
-    def _function_call(self, op: relax.Expr, args: list[relax.Expr], name: str) -> Tree:
-        if not isinstance(op, ir.GlobalVar):
-            refuse(
-                f"a call of {op} can't be distributed",
-                where=f"{self._function}.{name}",
-                fix="call operators and functions of the module by name",
-            )
-        return self._reader.enter(
-            op.name_hint, [self.expression(arg, name) for arg in args], self._scopes, self._region
-        )
-
-    def _operands(self, args: list[relax.Expr], name: str) -> list[Value]:
-        """The tensors among a call's arguments; a variable of the module's always has some."""
-        found: list[Value] = []
-        for arg in args:
-            if isinstance(arg, relax.Var):
-                found += leaves(self.env[arg])
-            elif tensor_infos(arg.struct_info):
-                found += leaves(self.expression(arg, name))
-        return found
-
-    def shape(self, expr: relax.ShapeExpr, name: str) -> Tree:
-        """Nothing: who takes it has the sizes from its type."""
-        return ()
-
-    def branches(self, expr: relax.If, name: str) -> Tree:
-        """Both branches are computed (Relax is pure), then one is taken."""
-        cond = self.expression(expr.cond, name)
-        then, other = (self.expression(branch, name) for branch in (expr.true_branch, expr.false_branch))
-        assert isinstance(cond, Value)
-        return self._select(cond, then, other, name)
-
-    def _select(self, cond: Value, then: Tree, other: Tree, name: str) -> Tree:
-        if isinstance(then, tuple) and isinstance(other, tuple):
-            return tuple(self._select(cond, a, b, name) for a, b in zip(then, other, strict=True))
-        assert isinstance(then, Value)
-        assert isinstance(other, Value)
-        operands = [cond, then, other]
-        stand_ins = [v.variable() for v in operands]
-        call = relax.BlockBuilder().normalize(relax.op.where(*stand_ins))
-        return self._reader.add(op_call(call), operands, self._function, name, self._scopes)[0]
-
-
-# By kind of expression: how it is read, given the name of what it is bound to.
-_READ: dict[type, Callable[[_Body, relax.Expr, str], Tree]] = {
-    relax.SeqExpr: _Body.sequence,
-    relax.Var: _Body.variable,
-    relax.DataflowVar: _Body.variable,
-    relax.Constant: _Body.constant,
-    relax.Tuple: _Body.fields,
-    relax.TupleGetItem: _Body.field,
-    relax.If: _Body.branches,
-    relax.ShapeExpr: _Body.shape,
-    relax.Call: _Body.call,
-}

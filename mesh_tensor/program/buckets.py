@@ -31,7 +31,7 @@ from mesh_tensor.rules.operator.call import OpCall, op_call
 from mesh_tensor.rules.operator.call_text import info_of
 
 from .builder import collective_step
-from .program import Value
+from .program import ProgramValue
 from .steps import CollectiveStep, OpStep, Step
 
 _STARTS = 30  # as long as so many of its starts take, a bucket is on its way
@@ -58,26 +58,26 @@ class _Bucket:
 
 
 def bucketed(
-    steps: Sequence[Step], values: Mapping[str, Value], mesh: Mesh, machine: Machine
-) -> tuple[Sequence[Step], dict[str, Value]]:
+    steps: Sequence[Step], values: Mapping[str, ProgramValue], mesh: Mesh, machine: Machine
+) -> tuple[Sequence[Step], dict[str, ProgramValue]]:
     """The steps, without those about memory, with buckets for a machine; and the values that these add."""
     return _Buckets(steps, values, mesh, machine).made()
 
 
 class _Buckets:
-    def __init__(self, steps: Sequence[Step], values: Mapping[str, Value], mesh: Mesh, machine: Machine) -> None:
+    def __init__(self, steps: Sequence[Step], values: Mapping[str, ProgramValue], mesh: Mesh, machine: Machine) -> None:
         self._steps, self._values, self._mesh, self._machine = steps, values, mesh, machine
         self._open: dict[_Way, _Bucket] = {}
         self._sent: list[OpStep] = []  # what takes buckets apart that came
         self._result: list[Step] = []
-        self._added: dict[str, Value] = {}
+        self._added: dict[str, ProgramValue] = {}
         writes: dict[str, int] = {}
         for step in steps:
             for name in step.writes:
                 writes[values[name].storage] = writes.get(values[name].storage, 0) + 1
         self._written_once = {storage for storage, count in writes.items() if count == 1}
 
-    def made(self) -> tuple[Sequence[Step], dict[str, Value]]:
+    def made(self) -> tuple[Sequence[Step], dict[str, ProgramValue]]:
         """All of the steps."""
         for step in self._steps:
             self._send_what_is_needed(step)
@@ -161,7 +161,7 @@ class _Buckets:
         sizes = [math.prod(value.tile_shape) // rows for value in after]
         self._sent.append(_step(_parted(rows, sizes, dst.dtype), [dst.name], [v.name for v in after]))
 
-    def _flat(self, way: _Way, placement: Placement, group: int, elements: int) -> Value:
+    def _flat(self, way: _Way, placement: Placement, group: int, elements: int) -> ProgramValue:
         """A bucket's tiles, of `elements` where each device has all: other axes split its first dim, as what devices
         have of it differs along them."""
         others = [axis for axis in self._mesh if axis not in way.axes]
@@ -171,11 +171,11 @@ class _Buckets:
             shape = (shape[0], 1, elements)
         sharding = Sharding.of(self._mesh, 3, placements | dict.fromkeys(way.axes, placement))
         name = f"bucket.{len(self._added)}"
-        self._added[name] = Value(name, shape, way.dtype, sharding, name)
+        self._added[name] = ProgramValue(name, shape, way.dtype, sharding, name)
         return self._added[name]
 
 
-def _lies_in_parts(step: CollectiveStep, src: Value, dst: Value) -> bool:
+def _lies_in_parts(step: CollectiveStep, src: ProgramValue, dst: ProgramValue) -> bool:
     """Whether what goes to each device, or comes from it, is a contiguous part of the tile."""
     if step.kind == _ALL_REDUCE:
         return True

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from mesh_tensor.redistribution.plan import Move
 
-from .program import Parameter, Value, bytes_received
+from .program import Parameter, ProgramValue, bytes_received
 from .steps import AllocStep, CollectiveStep, FreeStep, Step
 
 
@@ -32,7 +32,7 @@ class Stored(Protocol):
     def storage(self) -> str: ...
 
 
-def collective_step(move: Move, src: Value, dst: Value, reason: str) -> CollectiveStep:
+def collective_step(move: Move, src: ProgramValue, dst: ProgramValue, reason: str) -> CollectiveStep:
     """The step that moves `src` into `dst`, with the bytes that it takes."""
     size = bytes_received(move.kind, src, dst, move.axes)
     return CollectiveStep(move.kind, src.name, dst.name, move.axes, move.op, move.src_dim, move.dst_dim, size, reason)

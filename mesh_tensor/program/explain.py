@@ -111,10 +111,21 @@ def _names(names: Sequence[str]) -> str:
 
 
 def costs(program: Program) -> str:
-    """What a device computes, receives and holds, in a line."""
+    """What a device computes, receives and holds, in a line; and which loops count as if they ran once in it."""
     flops, received = sum(step.flops for step in program.steps), sum(step.bytes for step in program.steps)
     held = peak_bytes(program)
-    return f"per device: {flops:,} flops, {received:,} bytes received, at most {held:,} bytes held"
+    once = ", ".join(dict.fromkeys(_of_unknown_length(program)))
+    note = f"; data says how often these loops run, of which one time is counted: {once}" if once else ""
+    return f"per device: {flops:,} flops, {received:,} bytes received, at most {held:,} bytes held{note}"
+
+
+def _of_unknown_length(program: Program) -> Iterator[str]:
+    for loop in program.loops:
+        if loop.count is None:
+            yield loop.where
+        for body in (loop.test, loop.body):
+            if isinstance(body, Program):
+                yield from _of_unknown_length(body)
 
 
 def _size(shape: tuple[int, ...]) -> str:

@@ -17,7 +17,7 @@ from mesh_tensor.rules.operator.call import Structure
 
 from .from_graph import ModuleProgram, names_in
 from .plan_module import ModulePlan, Port, Stages
-from .program import Program, Value
+from .program import Program, ProgramValue
 from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step, WaitStep
 
 T = TypeVar("T")
@@ -88,8 +88,8 @@ def _decided(program: Program) -> Any:
     return program.decided()
 
 
-def _shaped(value: Value, shape: tuple[int, ...]) -> Value:
-    return Value(value.name, shape, value.dtype, value.sharding, value.storage, value.slab)
+def _shaped(value: ProgramValue, shape: tuple[int, ...]) -> ProgramValue:
+    return ProgramValue(value.name, shape, value.dtype, value.sharding, value.storage, value.slab)
 
 
 def _as_port(port: Port, small: Port) -> Port:

@@ -24,7 +24,7 @@ from .kernel_steps import KernelSteps
 from .loop_steps import Loops, carried_forms
 from .module_decisions import module_decisions
 from .overlap import early_starts, with_overlap
-from .program import Parameter, Program, Value
+from .program import Parameter, Program, ProgramValue
 from .steps import OpStep, Step
 from .verify import checked
 
@@ -88,7 +88,7 @@ class _Programmer:
         self._fuse = fuse
         self._calls, self._kernels, self._check_indices = calls, kernels, check_indices
         self._explicit, self._atoms = explicit, explicit.atoms
-        self._values: dict[str, Value] = {}
+        self._values: dict[str, ProgramValue] = {}
         self._tiles: dict[str, relax.TensorStructInfo] = {}
         self._known_kernels: dict[OpCall, tirx.PrimFunc | None] = {}
         self._constants: dict[str, relax.Constant] = {}
@@ -127,11 +127,11 @@ class _Programmer:
         program = bulk if overlap == "auto" else with_overlap(bulk, overlap)
         return ModuleProgram(program, inputs, self._constants, names_of(explicit.result), pieces, self._tiles)
 
-    def _value(self, form: Form) -> Value:
+    def _value(self, form: Form) -> ProgramValue:
         """A value's shape is over its atoms, like its layout."""
         if form.name not in self._values:
             shape = self._atoms.shape(form.value)
-            self._values[form.name] = Value(form.name, shape, form.dtype, form.sharding, form.name)
+            self._values[form.name] = ProgramValue(form.name, shape, form.dtype, form.sharding, form.name)
             self._tiles[form.name] = self._calls.info(form)
         return self._values[form.name]
 
@@ -218,7 +218,9 @@ class _Programmer:
         return name
 
     def _add_whole(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        self._values[name] = Value(name, shape, dtype, Sharding.of(self._explicit.graph.mesh, len(shape), {}), name)
+        self._values[name] = ProgramValue(
+            name, shape, dtype, Sharding.of(self._explicit.graph.mesh, len(shape), {}), name
+        )
 
 
 def _names(forms: Iterable[Form]) -> tuple[str, ...]:

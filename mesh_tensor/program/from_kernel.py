@@ -20,14 +20,14 @@ from mesh_tensor.rules.kernel.cost import flops_function, size_function
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 
 from .builder import collective_step, with_lifetimes
-from .program import Parameter, Program, Value
+from .program import Parameter, Program, ProgramValue
 from .steps import KernelStep, Step
 from .verify import checked
 
 _A_BUG = "the kernel was made local wrongly: a bug of mesh_tensor, which ends here and not in wrong numbers"
 
 SplitDims = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it splits walks
-SizedStep = Callable[[Mapping[str, Value], Sequence[int]], Step]  # from the values and the symbols' sizes
+SizedStep = Callable[[Mapping[str, ProgramValue], Sequence[int]], Step]  # from the values and the symbols' sizes
 
 
 def lower_to_program(
@@ -99,7 +99,7 @@ class OpenProgram:
         slabs = None if self._symbols else Slabs(step, local.mesh)
         parameters, counts = self._size_parameters(step), cache(partial(flops_function, func, self._symbols))
 
-        def sized(values: Mapping[str, Value], sizes: Sequence[int]) -> Step:
+        def sized(values: Mapping[str, ProgramValue], sizes: Sequence[int]) -> Step:
             own = tuple([sizes[position] for position in parameters])
             return KernelStep(
                 name, func, step.args, step.axes, step.writes, lambda: counts()(sizes), scalars, own, slabs
@@ -117,8 +117,8 @@ class OpenProgram:
         return tuple(next(i for i, symbol in enumerate(self._symbols) if symbol.same_as(name)) for name in names)
 
 
-def _value_function(tensor: Tensor, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], Value]:
-    """From the values of the symbols to the tensor's Value: the same one where its shape has no symbols."""
+def _value_function(tensor: Tensor, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], ProgramValue]:
+    """From the values of the symbols to that of a tensor: the same one where its shape has no symbols."""
     try:
         dims = [size_function(size, symbols) for size in tensor.shape]
     except MeshTensorError:
@@ -128,9 +128,9 @@ def _value_function(tensor: Tensor, symbols: Sequence[tirx.Var]) -> Callable[[Se
             fix="specialize the kernel to sizes first (compile does at the first call)",
         )
 
-    def value(sizes: Sequence[int]) -> Value:
+    def value(sizes: Sequence[int]) -> ProgramValue:
         shape = tuple([dim(sizes) for dim in dims])
-        return Value(tensor.name, shape, tensor.dtype, tensor.sharding, tensor.storage)
+        return ProgramValue(tensor.name, shape, tensor.dtype, tensor.sharding, tensor.storage)
 
     if all(isinstance(size, (int, tirx.IntImm)) for size in tensor.shape):
         constant = value(())

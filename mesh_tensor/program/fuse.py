@@ -15,11 +15,11 @@ from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.linear_algebra import LINEAR, MATMUL_ADD
 from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 
-from .program import Value
+from .program import ProgramValue
 from .steps import OpStep, Step
 
 
-def fused(steps: Sequence[Step], values: Mapping[str, Value], lasting: Collection[str]) -> list[Step]:
+def fused(steps: Sequence[Step], values: Mapping[str, ProgramValue], lasting: Collection[str]) -> list[Step]:
     """The steps, where operators are taken together. `lasting`: values that somebody uses afterwards."""
     return _Fuser(steps, values, lasting).steps()
 
@@ -33,7 +33,7 @@ class _Made:
 
 
 class _Fuser:
-    def __init__(self, steps: Sequence[Step], values: Mapping[str, Value], lasting: Collection[str]) -> None:
+    def __init__(self, steps: Sequence[Step], values: Mapping[str, ProgramValue], lasting: Collection[str]) -> None:
         self._all, self._values, self._lasting = steps, values, lasting
         self._uses = Counter([*lasting, *(name for step in steps for name in step.reads)])
         self._writes: dict[str, list[int]] = {}  # per storage, when others than operators write it

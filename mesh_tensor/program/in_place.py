@@ -19,13 +19,13 @@ from mesh_tensor.base.optimizer import GRADIENT_NORM, GROWING, PARAMETER_NORM, S
 from mesh_tensor.rules.operator.call import OpCall, operator_name
 from mesh_tensor.rules.operator.update import UPDATE, UPDATE_IN_PLACE, optimizer_of
 
-from .program import Program, Value
+from .program import Program, ProgramValue
 from .steps import OpStep, Step, only
 
 
 def with_updates_in_place(
-    steps: Sequence[Step], values: Mapping[str, Value], state: Mapping[str, str]
-) -> tuple[Sequence[Step], dict[str, Value]]:
+    steps: Sequence[Step], values: Mapping[str, ProgramValue], state: Mapping[str, str]
+) -> tuple[Sequence[Step], dict[str, ProgramValue]]:
     """The steps, without those about memory, and the values that get other storages. `state`: by the name of a value
     that callers bring, that of the value that replaces it in the next call."""
     uses: dict[str, int] = {}
@@ -38,7 +38,7 @@ def with_updates_in_place(
     updates = [step for step in only(steps, OpStep) if operator_name(step.call) == UPDATE]
     taken = Counter(values[name].storage for step in updates for name in step.args)
     last: dict[int, Step] = {}
-    stored: dict[str, Value] = {}
+    stored: dict[str, ProgramValue] = {}
     for step in updates:
         pairs = _replaced(step)
         alone = all(taken[values[old].storage] == 1 for old, _ in pairs)
@@ -58,7 +58,7 @@ def _replaced(step: OpStep) -> list[tuple[str, str]]:
     return list(zip((step.args[0], *step.args[2 : 2 + count]), step.results, strict=True))
 
 
-def _fit(values: Mapping[str, Value], uses: Mapping[str, int], old: str, new: str) -> bool:
+def _fit(values: Mapping[str, ProgramValue], uses: Mapping[str, int], old: str, new: str) -> bool:
     """Whether one may have the memory of the other. Products and sums read a parameter before it is updated; what is
     made of it is only given to callers."""
     before, after = values[old], values[new]

@@ -25,7 +25,7 @@ from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.operator.call import op_call
 
 from .from_kernel import build_program
-from .program import Program, Value
+from .program import Program, ProgramValue
 from .steps import CollectiveStep, KernelStep, OpStep, Step, of_kinds
 
 
@@ -67,7 +67,7 @@ def _program(
     return build_program(lower_kernel(func, view="global", split=dict(split)))
 
 
-def padded_dims(value: Value) -> tuple[int, ...]:
+def padded_dims(value: ProgramValue) -> tuple[int, ...]:
     """The dims along which tiles of integers have padding. A kernel leaves it as it found it, and what is no number of
     the computation may not be used as an index or to divide by; with floats that does no harm."""
     if is_float(value.dtype):
@@ -75,7 +75,7 @@ def padded_dims(value: Value) -> tuple[int, ...]:
     return tuple(d for d, size in enumerate(value.shape) if size % value.sharding.num_shards(d))
 
 
-def filled(tile: relax.Expr, value: Value, dims: tuple[int, ...]) -> relax.Expr:
+def filled(tile: relax.Expr, value: ProgramValue, dims: tuple[int, ...]) -> relax.Expr:
     """The tile of a value with zeros as padding."""
     args = [tile, relax.ShapeExpr(value.shape), relax.StringImm(value.sharding.text())]
     return packed("mesh.fill_padding", [*args, relax.ShapeExpr(dims), relax.StringImm("sum")], tile.struct_info)
@@ -84,7 +84,7 @@ def filled(tile: relax.Expr, value: Value, dims: tuple[int, ...]) -> relax.Expr:
 class KernelSteps:
     """The steps of one node. `values` has its forms, and gets what else there is."""
 
-    def __init__(self, step: Run, atoms: Atoms, values: dict[str, Value]) -> None:
+    def __init__(self, step: Run, atoms: Atoms, values: dict[str, ProgramValue]) -> None:
         self._step, self._atoms, self._values = step, atoms, values
         self._program = kernel_program(step, atoms)
         self._check_devices()

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from mesh_tensor.plan.explicit import ExplicitStep, Form
-from mesh_tensor.plan.ir import Graph, Scope
-from mesh_tensor.plan.ir import Value as GraphValue
+from mesh_tensor.plan.ir import Graph, Scope, Value
 
-from .program import Parameter, Program, Value
+from .program import Parameter, Program, ProgramValue
 from .steps import Carried, LoopStep, Step
 
 # The steps of a part of the plan as those of a program: made quick, and with lifetimes.
@@ -22,9 +21,9 @@ class Loops:
     """The loops of a graph. `values`: those of the program, by name; `finish`: of steps what programs are made of."""
 
     graph: Graph
-    values: Mapping[str, Value]
+    values: Mapping[str, ProgramValue]
     finish: Finish
-    entered: dict[GraphValue, tuple[str, str]] = field(default_factory=dict)
+    entered: dict[Value, tuple[str, str]] = field(default_factory=dict)
 
     def groups(self, steps: Sequence[ExplicitStep], depth: int) -> Iterator[tuple[Scope | None, list[ExplicitStep]]]:
         """The steps cut into those of loops that stand in `depth` others, and what is between them."""

@@ -26,7 +26,7 @@ from mesh_tensor.rules.kernel.factors import Blocked
 
 from .builder import with_lifetimes
 from .overlap_sites import COUNTS, Sent, Site, Sites, Work, choose, slab_steps
-from .program import Program, Value
+from .program import Program, ProgramValue
 from .steps import CollectiveStep, Step, WaitStep
 from .verify import checked
 
@@ -94,7 +94,7 @@ def overlapped(program: Program, wanted: int | Machine) -> Program:
 
 
 def _with_early_starts(
-    program: Program, steps: Sequence[Step], values: dict[str, Value], notes: Sequence[str]
+    program: Program, steps: Sequence[Step], values: dict[str, ProgramValue], notes: Sequence[str]
 ) -> Program:
     """The program with other steps, whose collectives start early, and with the memory that they need."""
     early = early_starts(steps, values)
@@ -140,7 +140,7 @@ class _Rewriter:
     def __init__(self, program: Program, wanted: int | Machine) -> None:
         self.program, self.wanted = program, wanted
         self.steps = _in_bulk(program)
-        self.values: dict[str, Value] = {}
+        self.values: dict[str, ProgramValue] = {}
         self.notes: list[str] = []
         self.result: list[Step] = []
         self._sites = Sites(self.steps, program.values)
@@ -209,7 +209,7 @@ class _Rewriter:
 _AHEAD = CPU.tuning.products_ahead
 
 
-def early_starts(steps: Sequence[Step], values: Mapping[str, Value]) -> Sequence[Step]:
+def early_starts(steps: Sequence[Step], values: Mapping[str, ProgramValue]) -> Sequence[Step]:
     """The steps with collectives started early where something can run beside them: `steps` itself if there is none.
     The order in which collectives start is the same on every device."""
     stored = {name: value.storage for name, value in values.items()}

@@ -14,7 +14,7 @@ from mesh_tensor.lowering.slabs import SlabBounds, SlabKernel, Slabs
 from mesh_tensor.rules.kernel.cost import count_flops
 from mesh_tensor.rules.kernel.factors import Factor
 
-from .program import Slab, Value, bytes_received
+from .program import ProgramValue, Slab, bytes_received
 from .steps import CollectiveStep, KernelStep, Step, WaitStep
 
 COUNTS = (2, 4, 8)
@@ -40,7 +40,7 @@ class Sites:
     """The sites of a program's steps. `why_in_bulk`: why a collective (its id) goes with no kernel; what is decided
     later about those that could is written there too."""
 
-    def __init__(self, steps: Sequence[Step], values: Mapping[str, Value]):
+    def __init__(self, steps: Sequence[Step], values: Mapping[str, ProgramValue]):
         self.why_in_bulk: dict[int, str] = {}
         self._steps, self._values = steps, values
 
@@ -161,8 +161,8 @@ def predict(work: Work, machine: Machine, count: int) -> float:
 
 
 def slab_steps(
-    site: Site, bounds: Sequence[SlabBounds], kernels: Sequence[SlabKernel], values: Mapping[str, Value]
-) -> tuple[list[Step], dict[str, Value]]:
+    site: Site, bounds: Sequence[SlabBounds], kernels: Sequence[SlabKernel], values: Mapping[str, ProgramValue]
+) -> tuple[list[Step], dict[str, ProgramValue]]:
     """The steps of a site, per slab one of `bounds` and `kernels`, and the slabs of the program's `values`.
 
     While slab i is computed, what slab i + 1 needs is on its way, and what slabs i - 1 and i - 2 gave (an all-reduce
@@ -183,8 +183,8 @@ def slab_steps(
 class _Slabs:
     """Makes the steps of single slabs; `made` are the slabs of values that these use."""
 
-    def __init__(self, site: Site, values: Mapping[str, Value]):
-        self.made: dict[str, Value] = {}
+    def __init__(self, site: Site, values: Mapping[str, ProgramValue]):
+        self.made: dict[str, ProgramValue] = {}
         self._step, self._values = site.step, values
         self._dims = {site.step.args[position]: dim for position, dim in site.slabs.dims(site.factor).items()}
 

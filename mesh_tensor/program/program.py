@@ -33,7 +33,7 @@ class Slab:
 
 
 @dataclass(frozen=True)
-class Value:
+class ProgramValue:
     """A tensor of the program: `shape` is global, `sharding` says what of it each device holds.
 
     Values with the same `storage` share memory (a collective that works in place goes from one to the other). A value
@@ -56,7 +56,7 @@ class Value:
         """The memory of what `tile_shape` tells."""
         return math.prod(self.tile_shape) * dtype_bits(self.dtype) // 8
 
-    def overlaps(self, other: Value) -> bool:
+    def overlaps(self, other: ProgramValue) -> bool:
         """Whether they share memory."""
         if self.storage != other.storage or self.slab is None or other.slab is None:
             return self.storage == other.storage
@@ -83,7 +83,7 @@ class Program:
     name: str
     mesh: Mesh
     parameters: tuple[Parameter, ...]
-    values: dict[str, Value]
+    values: dict[str, ProgramValue]
     steps: tuple[Step, ...]
     decided: Callable[[], Decisions] | None = field(default=None, compare=False, repr=False)
     overlap: tuple[str, ...] = field(default=(), compare=False)
@@ -130,7 +130,7 @@ class Program:
         return frozenset(self.values[p.output].storage for p in self.parameters if p.output is not None)
 
     @cached_property
-    def stored(self) -> dict[str, Value]:
+    def stored(self) -> dict[str, ProgramValue]:
         """Storage -> a value that is all of it."""
         return {value.storage: value for value in reversed(list(self.values.values())) if value.slab is None}
 
@@ -151,7 +151,7 @@ class Program:
         return [step.mean(meanings) for step in self.steps]
 
 
-def bytes_received(kind: str, src: Value, dst: Value, axes: tuple[str, ...]) -> int:
+def bytes_received(kind: str, src: ProgramValue, dst: ProgramValue, axes: tuple[str, ...]) -> int:
     """What the busiest device of a collective receives, with the usual ring algorithms; at even sizes all devices send
     and receive as much."""
     elements = elements_received(kind, src.shape, src.sharding, dst.sharding, axes)

@@ -20,7 +20,7 @@ from mesh_tensor.plan.ir import Scope
 from mesh_tensor.rules.operator.call import plain
 
 from .from_graph import ModuleProgram, Piece, names_in
-from .program import Value
+from .program import ProgramValue
 from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, WaitStep
 
 Numbered = list[tuple[int, Piece]]
@@ -193,7 +193,7 @@ class _StepWriter:
         self._read(name)
         return self._shaped(name, self._values[name].tile_shape)
 
-    def _kept(self, value: Value) -> relax.Expr:
+    def _kept(self, value: ProgramValue) -> relax.Expr:
         """What is in a value's memory, over its atoms."""
         tile = self._held[value.storage]
         known = plain(tile.struct_info.shape)

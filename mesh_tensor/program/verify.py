@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from mesh_tensor.lowering.verify import collectives_in, enabled, leftovers, raise_on
 from mesh_tensor.redistribution.plan import Move, illegal_move
 
-from .program import Program, Value
+from .program import Program, ProgramValue
 from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step
 
 
@@ -26,7 +26,7 @@ def verify_program(program: Program) -> None:
         verify_collective(step, program.values[step.src], program.values[step.dst])
 
 
-def verify_collective(step: CollectiveStep, src: Value, dst: Value) -> None:
+def verify_collective(step: CollectiveStep, src: ProgramValue, dst: ProgramValue) -> None:
     """Check that a collective's kind leads from the layout of `src` to that of `dst`."""
     move = Move(step.kind, step.axes, dst.sharding, step.op, step.src_dim, step.dst_dim)
     raise_on(illegal_move(src.sharding, move), f"{step.kind} of {step.src} into {step.dst}")

@@ -17,7 +17,7 @@ import torch
 from tvm import tirx
 
 from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
-from mesh_tensor.program.program import Program, Value
+from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import KernelStep, Meanings
 
 
@@ -57,13 +57,13 @@ class Memory:
         self.live_bytes += sum(made.values()) - sum([self._sizes.pop(storage) for storage in dropped])
 
 
-def part_of(value: Value, tile: torch.Tensor) -> torch.Tensor:
+def part_of(value: ProgramValue, tile: torch.Tensor) -> torch.Tensor:
     """What a value is of its storage's tile: the slab, as a view, or all of it."""
     slab = value.slab
     return tile if slab is None else tile.narrow(slab.dim, slab.start, slab.stop - slab.start)
 
 
-def arguments_of(step: KernelStep, program: Program) -> list[Value | str | int]:
+def arguments_of(step: KernelStep, program: Program) -> list[ProgramValue | str | int]:
     """For every parameter of the step's kernel but the coordinates: the value, the scalar's name, or the size."""
     values = iter([program.values[name] for name in step.args])
     others: Iterator[str | int] = iter((*step.scalars, *step.sizes))

@@ -81,6 +81,26 @@ def _joined(value: Local, layout: Sharding, around: dict[str, int], where: str) 
     return out
 
 
+def of_each(value: Local, axes: Mesh) -> EachDevice:
+    """To every device along the axes what lies at its place along the first dims."""
+    outer = value.mesh.shape if isinstance(value, EachDevice) else {}
+    mesh = Mesh({**outer, **axes.shape})
+    places = map(mesh.coordinate, range(mesh.num_devices))
+    return EachDevice(mesh, tuple([_of(value, at)[tuple(at[axis] for axis in axes)] for at in places]))
+
+
+def of_all(value: Local, axes: Mesh) -> Local:
+    """What the devices along the axes have, along first dims."""
+    known = value.mesh.shape if isinstance(value, EachDevice) else {}
+    rest = {axis: size for axis, size in known.items() if axis not in axes}
+    outer = Mesh(rest) if rest else None
+    made = []
+    for around in map(outer.coordinate, range(outer.num_devices)) if outer is not None else [{}]:
+        held = [_of(value, {**around, **axes.coordinate(rank)}) for rank in range(axes.num_devices)]
+        made.append(torch.stack(held).reshape(*axes.shape.values(), *value.shape))
+    return made[0] if outer is None else EachDevice(outer, tuple(made))
+
+
 def collective(said: Comm, value: Local, mesh: Mesh) -> EachDevice:
     """What devices of `mesh` have after a collective."""
     made: list[torch.Tensor] = []
@@ -103,9 +123,10 @@ def index(said: Comm, mesh: Mesh, device: torch.device) -> EachDevice:
 
 def on_each(function: Callable[..., Sequence[torch.Tensor]], values: Sequence[Local]) -> list[Any]:
     """The results of a function of tensors, on every device that has its own of some operand."""
-    mesh = next((value.mesh for value in values if isinstance(value, EachDevice)), None)
-    if mesh is None:
+    axes = {axis: n for value in values if isinstance(value, EachDevice) for axis, n in value.mesh.shape.items()}
+    if not axes:
         return list(function(*values))
+    mesh = Mesh(axes)
     rows = [function(*(_of(value, mesh.coordinate(rank)) for value in values)) for rank in range(mesh.num_devices)]
     return [EachDevice(mesh, tuple(column)) for column in zip(*rows, strict=True)]
 

@@ -16,12 +16,14 @@ from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.plan.loops import Recursion, recursion_of
+from mesh_tensor.plan.manual import axes_in
 from mesh_tensor.rules.operator.call import SIZED_BY_DATA, OpCall, op_call, plain, tensor_infos, with_known_sizes
+from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
 from mesh_tensor.targets.kernels import tir_function
 from mesh_tensor.targets.torch_ops import typed, untyped_function
 
-from .each_device import EachDevice, chosen, collective, index, on_each, same_on_all, tiles, whole
+from .each_device import EachDevice, chosen, collective, index, of_all, of_each, on_each, same_on_all, tiles, whole
 from .module_inputs import bound
 from .sequential_lines import Recorder
 
@@ -159,6 +161,9 @@ class _Frame:
         if is_manual(expr):
             return self._manual(expr, name)
         op = expr.op.name.removeprefix("relax.")
+        if (make := _EDGES.get(_packed(expr))) is not None:
+            self._runner.recorder.depends_on_data()
+            return make(self.run(expr.args[1], name), Mesh(axes_in(expr)))
         if self._axes is not None and (comm := comm_of(_packed(expr) or op, expr, self._axes, outer=False)):
             return self._collective(comm, expr, name)
         if op in _NOT_RUN:
@@ -260,6 +265,9 @@ class _Frame:
         relax.StringImm: lambda self, text, _: text,
         relax.DataTypeImm: lambda self, dtype, _: dtype,
     }
+
+
+_EDGES: dict[str, Callable[[Any, Mesh], Any]] = {PER_DEVICE: of_each, ALL_DEVICES: of_all}
 
 
 def _packed(expr: relax.Call) -> str:

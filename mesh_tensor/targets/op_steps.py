@@ -11,7 +11,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import Recent
-from mesh_tensor.program.program import Program, Value
+from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import OpStep, Step, only
 from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.call import operator_name
@@ -176,7 +176,7 @@ def _differentiated(
     return first if first is not None and first.call.kind == forward.kind else None
 
 
-def _lie_alike(one: Value, other: Value) -> bool:
+def _lie_alike(one: ProgramValue, other: ProgramValue) -> bool:
     """Whether two values of several programs lie alike, without padding."""
     ranks = range(one.sharding.mesh.num_devices)
     return (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding) and all(

@@ -63,6 +63,7 @@ def test_bytes():
     (loop,), rows, numbers = run.program.loops, 3 * 5 * WIDTH * 4, 3 * 5 * 8
     assert [step.bytes for step in loop.inner if step.collective] == [rows, numbers, rows]
     assert loop.count is None
+    assert f"data says how often these loops run, of which one time is counted: {loop.where}" in run.explain()
 
 
 def test_what_does_not_fit():
@@ -161,3 +162,83 @@ def test_no_row_is_dropped(name):
             given = inputs(16, 8, chosen)
             torch.testing.assert_close(run(*given), expected(*given), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(mt.run_sequential(mod, list(given)), expected(*given), rtol=1e-4, atol=1e-5)
+
+
+def with_loss(mod):
+    """loss(x, chosen, up, down, target): of what main gives."""
+    builder, func = relax.BlockBuilder(mod), mod["main"]
+    params = [relax.Var(param.name_hint, param.struct_info) for param in func.params]
+    target = relax.Var("target", func.ret_struct_info)
+    with builder.function("loss", [*params, target]):
+        made = builder.emit(relax.Call(mod.get_global_var("main"), params))
+        apart = builder.emit(relax.op.subtract(builder.emit(relax.op.sin(made)), target))
+        builder.emit_func_output(builder.emit(relax.op.mean(builder.emit(relax.op.square(apart)))))
+    return builder.get()
+
+
+def moved(run):
+    """The tensors of a run's collectives, with how many elements each has."""
+    steps = [*run.program.collectives, *(step for loop in run.program.loops for step in loop.inner if step.collective)]
+    return {step.src for step in steps}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name):
+    """Those of rows go the way of rows; those of experts are made where these are, and no weight moves."""
+    mesh, options = CASES[name]
+    mod = with_loss(module(16, 8, mesh, **options))
+    split = {axis: 0 for axis in mesh if axis not in options.get("tokens", ())}
+    layout = {"x": dict.fromkeys(mesh, 0), "up": split, "down": split}
+    made = mt.gradient(mod, ["down", "x", "up"], function="loss")
+    run = mt.distribute_module(made, mesh, layout, function="loss", poison=True)
+    assert not {"up", "down"} & moved(run)
+    for chosen in (torch.randint(0, 8, (16,)), torch.full((16,), 5), torch.tensor([-1, 8, 3, 99] * 4)):
+        x, _, up, down = [one.requires_grad_() if one.is_floating_point() else one for one in inputs(16, 8, chosen)]
+        target = torch.randn(16, WIDTH)
+        loss = (expected(x, chosen, up, down).sin() - target).square().mean()
+        wanted = torch.autograd.grad(loss, [down, x, up])
+        found, gradients = run(x.detach(), chosen, up.detach(), down.detach(), target)
+        torch.testing.assert_close(found, loss.detach())
+        torch.testing.assert_close(list(gradients), list(wanted), rtol=1e-4, atol=1e-6)
+    given = [x.detach(), chosen, up.detach(), down.detach(), target]
+    found, gradients = mt.run_sequential(made, given, "loss")
+    torch.testing.assert_close(list(gradients), list(wanted), rtol=1e-4, atol=1e-6)
+
+
+def test_a_gate_is_trained():
+    """A call that torch records, of experts that a gate chooses; tokens split by an axis that is not theirs, too."""
+    mesh, torch_inputs = {"d": 2, "e": 2}, inputs(16, 8, torch.zeros(16))
+    mod = module(16, 8, mesh, tokens=("d",))
+    builder, func = relax.BlockBuilder(mod), mod["main"]
+    gate = relax.Var("gate", tensor(WIDTH, 8))
+    x, up, down = [relax.Var(func.params[n].name_hint, func.params[n].struct_info) for n in (0, 2, 3)]
+    with builder.function("gated", [x, gate, up, down]):
+        shares = builder.emit(relax.op.nn.softmax(builder.emit(relax.op.matmul(x, gate)), -1))
+        chosen = builder.emit(relax.op.argmax(shares, 1))
+        made = builder.emit(relax.Call(mod.get_global_var("main"), [x, chosen, up, down]))
+        best = builder.emit(relax.op.max(shares, 1, keepdims=True))
+        builder.emit_func_output(builder.emit(relax.op.multiply(made, best)))
+    run = mt.distribute_module(builder.get(), mesh, {"up": {"e": 0}, "down": {"e": 0}}, function="gated")
+    given = [one.requires_grad_() for one in (torch_inputs[0], torch.randn(WIDTH, 8), *torch_inputs[2:])]
+    shares = (given[0] @ given[1]).softmax(-1)
+    made = expected(given[0], shares.argmax(1), *given[2:]) * shares.amax(1, keepdim=True)
+    mine = torch.autograd.grad(run(*given).square().sum(), given)
+    torch.testing.assert_close(list(mine), list(torch.autograd.grad(made.square().sum(), given)), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_in_16_bits():
+    """Of the weights of experts whose rows go in many rounds: summed in float32."""
+    body = tensor(MANY, 3, dtype="bfloat16"), BODY[1], tensor(2, 3, dtype="bfloat16")
+
+    def scaled(x, ends, w):
+        return relax.op.multiply(x, relax.op.sum(w, 0))
+
+    mod = with_loss(shifted(*body, make=scaled, dtype="bfloat16"))
+    x, shift, target = torch.randn(8, 3).bfloat16(), torch.randn(4, 3).bfloat16(), torch.zeros(8, 3).bfloat16()
+    chosen = torch.tensor([0, 3, 1, 2] * 2)
+    run = mt.distribute_module(mt.gradient(mod, ["shift"], function="loss"), {"e": 2}, {}, function="loss")
+    _, (found,) = run(x, chosen.int(), shift, target)
+    wide = shift.float().requires_grad_()
+    made = x.float() * torch.where(chosen[:, None] < 2, wide[:2].sum(0), wide[2:].sum(0))
+    (wanted,) = torch.autograd.grad(made.sin().square().mean(), wide)
+    torch.testing.assert_close(found.float(), wanted, rtol=5e-2, atol=5e-2 * float(wanted.abs().max()))

@@ -10,7 +10,7 @@ from tvm import tirx
 
 from mesh_tensor import Mesh, Sharding
 from mesh_tensor.api.compile import MeshKernel
-from mesh_tensor.program.program import Parameter, Program, Value
+from mesh_tensor.program.program import Parameter, Program, ProgramValue
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, KernelStep, Step
 
 
@@ -22,13 +22,13 @@ def value(
     partial: Mapping[str, str] | None = None,
     storage: str = "",
     dtype: str = "float32",
-) -> Value:
-    """A Value; it has a storage of its own unless told."""
+) -> ProgramValue:
+    """A ProgramValue; it has a storage of its own unless told."""
     layout = Sharding.make(mesh, len(shape), sharding, partial=partial)
-    return Value(name, shape, dtype, layout, storage or name)
+    return ProgramValue(name, shape, dtype, layout, storage or name)
 
 
-def program(mesh: Mesh, values: Sequence[Value], steps: Sequence[Step], parameters: Sequence[str]) -> Program:
+def program(mesh: Mesh, values: Sequence[ProgramValue], steps: Sequence[Step], parameters: Sequence[str]) -> Program:
     """A Program; a parameter is `A` (input), `>B` (output), or `C>D` (input and output values of parameter C)."""
     described = []
     for text in parameters:

@@ -71,7 +71,8 @@ def _read(
     stated = sorted((at.get(name, name), repr(layout)) for name, layout in layouts.items()) if layouts else []
     hinted = sorted((str(at.get(name, name)), repr(hint)) for name, hint in hints.items())
     others = {var.name_hint: other for var, other in stage.module.functions_items() if var.name_hint != FUNCTION}
-    facts = (mesh, repr(stated), repr(hinted), tuple(at[name] for name in wrt), tuple(sorted(kinds)))
+    aside = tuple(stage.gives.index(name) for name in stage.only_state)
+    facts = (mesh, repr(stated), repr(hinted), tuple(at[name] for name in wrt), tuple(sorted(kinds)), aside)
     bare = relax.Function(func.params, func.body, func.ret_struct_info, func.is_pure)
     return bare, others, facts
 

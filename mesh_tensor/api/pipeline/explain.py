@@ -40,7 +40,12 @@ def explain_pipeline(
         [f"pipeline of {len(stages)} stages on {topology}"],
         ["stages", *_stages(stages, seconds, held)],
         ["transfers of a microbatch", *_transfers(stages)],
-        [*_schedule(schedule, seconds, takes), *_peaks(topology, schedule, held), *_memory(stages, memory)],
+        [
+            *_schedule(schedule, seconds, takes),
+            *_peaks(topology, schedule, held),
+            *_memory(stages, memory),
+            *_state(stages),
+        ],
     ]
     return "\n\n".join("\n".join(section) for section in sections)
 
@@ -104,6 +109,11 @@ def _schedule(schedule: Schedule, seconds: Mapping[tuple[int, str], float], take
         f"{head}, bubble {float(times.bubble):.1%}",
         *terminal(schedule, cost, width=_WIDTH, takes=takes).splitlines(),
     ]
+
+
+def _state(stages: Sequence[StageFragments]) -> Iterator[str]:
+    for stage in (here.stage for here in stages if here.stage.state):
+        yield f"stage {stage.index} writes {', '.join(stage.state)}: handed on from microbatch to microbatch"
 
 
 def _memory(stages: Sequence[StageFragments], memory: Mapping[str, str]) -> Iterator[str]:

@@ -14,12 +14,14 @@ from mesh_tensor.base.machine_presets import CPU, machine_named
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
+from mesh_tensor.importers.constants import Constants
 from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.ambient import undisturbed
 
 from ..fragments import Options
+from ..module_ports import whole
 from .model import Pipeline
 from .stated import held_memory, without_memory
 
@@ -98,13 +100,19 @@ def pipeline(
             why="they require no gradient",
             fix="name the weights that are trained (train=[...])",
         )
-    mod, given = (model.mod, model.params) if isinstance(model, ImportedModule) else (model, {})
+    mod, given, constants = model, {}, Constants()
+    if isinstance(model, ImportedModule):
+        model.constants.check_unwritten()
+        mod, given, constants = model.mod, model.params, model.constants
     on = machine_named(machine)
     flow = Flow(mod, function)
     stages, kinds = without_memory(stages, memory or {})
     planned = PlanOptions(replicate_unknown, machine=on)
     options = Options(target, strict, poison, recompute, plan=planned, carries=ranks and not kinds)
-    made = Pipeline(flow, topology, given if weights is None else weights, train, options, ranks)
+    made = Pipeline(
+        flow, topology, given if weights is None else constants.left_out(weights, whole), train, options, ranks
+    )
+    made._constants = constants
     made._machine = on or CPU
     made._read_results(microbatches, reduction, per_microbatch)
     made.memory |= held_memory(flow, kinds, made.inputs)

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.base.topology import Topology
+from mesh_tensor.importers.constants import Constants
 from mesh_tensor.pipelining.assign import annotated_stages, annotated_topology, assign
 from mesh_tensor.pipelining.balance import check_pipeline, place
 from mesh_tensor.pipelining.clock import hangs
 from mesh_tensor.pipelining.flow import Flow
-from mesh_tensor.pipelining.fragments import Stage, cut, trained_values
+from mesh_tensor.pipelining.fragments import Stage, check_state, cut, trained_values
 from mesh_tensor.pipelining.schedule import Schedule
-from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.ranks.transfers import RankTopology
@@ -29,6 +29,7 @@ from mesh_tensor.runtime.ranks.transfers import RankTopology
 from ..fragments import Options, StageFragments, Values, training_fragments
 from .alike import AlikeStages
 from .carriers import Mailbox, RankCarrier
+from .checkpoints import Checkpoints
 from .explain import explain_pipeline
 from .ranks import RankRuns, message_numbers
 from .results import Results, results_of, rows_of, split_batch
@@ -61,7 +62,8 @@ class Pipeline:
         self._flow, self._options = flow, options
         self._signature = ModuleSignature(flow.mod, flow.function)
         self._whole = self._signature.weights(weights, "cpu")
-        self._refuse_written()
+        self._check_state()
+        self._whole |= {name: self._whole[name].clone() for name in flow.state}  # the model may write its own
         self.trained = trained_weights(flow, self._whole, train)
         self.inputs = tuple(name for name in flow.params if name not in self._whole)
         self.topology = annotated_topology(flow) if topology is None else Topology(topology)
@@ -73,21 +75,20 @@ class Pipeline:
         self._gradients: dict[int, Values] = {}
         self._checks_indices, self._ran = True, False
         self._machine: Machine = CPU
+        self._constants = Constants()
         self._results, self._alike = Results(flow), AlikeStages()
         self.microbatches = 1
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
 
-    def _refuse_written(self) -> None:
-        """Refuse a model that writes weights, as running statistics: nothing hands them on between microbatches."""
-        written = [name for name in (self._flow.func.attrs or {}).get(STATE_ATTR, {}) if name in self._whole]
-        if written:
+    def _check_state(self) -> None:
+        """Refuse a model that writes what is no weight here: it would have to come with every microbatch."""
+        missing = [self._signature.names[name][0] for name in self._flow.state if name not in self._whole]
+        if missing:
             refuse(
-                [f"the model writes {self._signature.names[name][0]!r}" for name in written],
+                f"the weights lack {listing(missing)}, which the model writes",
                 where=f"pipeline of {self._flow.function!r}",
-                why="what is written is not kept from microbatch to microbatch, nor from call to call",
-                fix="export it in eval mode, or without what it writes: for batch norms, track_running_stats=False and "
-                "per_microbatch=[their names]",
+                fix="give them among the weights: they are kept, and handed on from microbatch to microbatch",
             )
 
     def _read_results(self, microbatches: int, reduction: str | None, per_microbatch: Sequence[str]) -> None:
@@ -111,6 +112,7 @@ class Pipeline:
             self._where = assign(flow, named, self.inputs)
             meshes = [stage.mesh for stage in named]
         self._meshes, self.schedule = place(self.topology, meshes, schedule, self.microbatches)
+        check_state(flow, self._where, self.schedule)
         self.stages = cut(flow, self._where, self._meshes)
         self._takes = {stage.index: tuple(dict.fromkeys(stage.takes.values())) for stage in self.stages}
         check_pipeline(self.schedule, self._takes, bool(self.trained), limit)
@@ -146,7 +148,7 @@ class Pipeline:
         counts = [rows_of(part) for part in parts]
         shares = [count / sum(counts) for count in counts]
         parts = self._results.with_totals(self._whole, parts, shares)
-        seeds = [self._results.seed(self._flow.results[0], share) for share in shares]
+        seeds = [self._results.seed(self._flow.returned[0], share) for share in shares]
         return [Microbatch(*each) for each in zip(parts, plans, shares, seeds, strict=True)]
 
     def _run(self, microbatches: list[Microbatch]) -> Any:
@@ -158,8 +160,10 @@ class Pipeline:
             self._note(name, row)
         self._gradients = {stage: sums for row in rows for stage, sums in row.gradients.items()}
         made = {key: value.full() for row in rows for key, value in row.results.items()}
+        result = self._result(made, microbatches)
+        self._weights.advance({stage: state for row in rows for stage, state in row.state.items()})
         self._ran = True
-        return self._result(made, microbatches)
+        return result
 
     def _run_on_ranks(self, microbatches: list[Microbatch]) -> Any:
         assert self._runs is not None
@@ -170,12 +174,16 @@ class Pipeline:
         self._runs.finish(self.schedule, carrier)
         self._note(self._runs.ranks.name, row)
         self._gradients = row.gradients
-        results = [(name, i) for name in dict.fromkeys(self._flow.results) for i in range(self.microbatches)]
+        results = [(name, i) for name in dict.fromkeys(self._flow.returned) for i in range(self.microbatches)]
         made = {key: carrier.whole(value) for key, value in row.results.items()}
         home = {name: stage for stage in self.stages for name in stage.results}
         like = {(name, i): microbatches[i].stages[home[name].index].types[name] for name, i in results}
         owners = {key: home[key[0]] for key in results}
-        return self._result(self._runs.share(made, owners, like, len(numbers)), microbatches)
+        result = self._result(self._runs.share(made, owners, like, len(numbers)), microbatches)
+        if self._flow.state:
+            self._runs.settle([], None, "state of a pipeline")  # of all stages, or of none
+            self._weights.advance(row.state)
+        return result
 
     @property
     def fragments(self) -> tuple[StageFragments, ...]:
@@ -203,6 +211,28 @@ class Pipeline:
         """The weights as they are now, whole, by name. On ranks, all have to ask."""
         parts = self._weights.gathered(lambda: self._weights.of, self.stages, tuple(self._weights.whole), "weights")
         return {name: parts[name, stage] for name, stage in sorted(parts, key=lambda place: -place[1])}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights as they are now, what the model writes (running statistics), and what rules keep for weights
+        ("update.m.fc.weight"): whole tensors and numbers, by torch's names. On ranks, all have to ask."""
+        return self._checkpoints.state(self.weights())
+
+    @undisturbed
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Go on from a state that `state_dict` gave, perhaps of another pipeline of the model, or the model's own:
+        whole tensors. On ranks all have to give the same. There are no gradients until the next call.
+
+        strict   refuse a state in which weights are missing, instead of keeping these
+
+        Raises:
+            MeshTensorError: names are unknown or missing, or shapes or dtypes differ; all stays as it was.
+        """
+        self._checkpoints.load(state, strict)
+        self._forget()
+
+    @cached_property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self._signature, self._weights, self.stages, self._runs, self._constants)
 
     @undisturbed
     def update(self, rule: Rule, *, max_norm: float | None = None) -> None:
@@ -244,7 +274,7 @@ class Pipeline:
 
     @property
     def _loss(self) -> str | None:
-        return self._flow.results[0] if self.trained else None
+        return self._flow.returned[0] if self.trained else None
 
     def _note(self, mesh: str, row: Row) -> None:
         self.peak_bytes[mesh], self.peak_microbatches[mesh] = row.peak_bytes, row.peak_microbatches
@@ -294,13 +324,17 @@ class Pipeline:
 
         # what alike stages hold has the names of the first: none are, where memory is stated by names
         found = make() if self.memory else self._alike.made(stage, mesh, layouts, wrt, kinds, make)
-        made = replace(found, inputs=tuple(name for name in stage.params if name not in self._whole))
+        made = replace(
+            found,
+            inputs=tuple(name for name in stage.params if name not in self._whole),
+            layouts={**{name: found.layouts[new] for name, new in stage.state.items()}, **found.layouts},
+        )
         self._weights.place(made)
         return made
 
     def _result(self, made: Mapping[tuple[str, int], torch.Tensor], microbatches: Sequence[Microbatch]) -> Any:
         shares = [part.share for part in microbatches]
-        parts = {name: [made[name, i] for i in range(len(shares))] for name in self._flow.results}
+        parts = {name: [made[name, i] for i in range(len(shares))] for name in self._flow.returned}
         values = {name: self._results.merged(name, found, shares) for name, found in parts.items()}
         return self._flow.tree(values)
 

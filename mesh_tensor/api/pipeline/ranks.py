@@ -116,6 +116,10 @@ class RankRuns:
                 raise told from error
         return list(dict.fromkeys(name for found in said.values() for name in found["bad"]))
 
+    def heard(self, words: str) -> list[str]:
+        """What the ranks say, as far as they do, in their order. Part of a call that all ranks make."""
+        return list(settle(self.ranks.world, self._faults, words).values())
+
     def blame(self, error: Exception, doing: str) -> None:
         """Find out why something never came, and raise it."""
         self._faults.blame(error, doing, range(self.ranks.topology.num_devices))

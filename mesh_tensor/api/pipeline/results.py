@@ -89,9 +89,10 @@ def results_of(
         name: (flow.bindings[name].var if name in flow.bindings else flow.params[name]).struct_info
         for name in flow.results
     }
-    if trained and not (flow.is_float(flow.results[0]) and infos[flow.results[0]].ndim == 0):
+    first = next(iter(flow.returned), None)
+    if trained and not (first is not None and flow.is_float(first) and infos[first].ndim == 0):
         refuse(
-            f"the first result, {flow.results[0]!r}, is {infos[flow.results[0]]}, and no loss",
+            f"the first result, {first!r}, is {infos.get(first or '')}, and no loss",
             where=f"pipeline of {flow.function!r} with train",
             fix="return one number of floats first: a mean over the rows",
         )
@@ -104,11 +105,12 @@ def results_of(
         flow.mod,
         flow.function,
         inputs,
-        [*trained, *large],  # what needs these takes a stage
+        [*trained, *large, *flow.state],  # what needs these takes a stage
         shapes_of=sized,
         stated=stated,
         quotients="mean" if sized is not None and reduction is None else reduction,
         own_seeds=True,
+        written=flow.state,
     )
     _check(flow, found, reduction, sized is not None)
     return Results(flow if found.mod is flow.mod else Flow(found.mod, flow.function), found)
@@ -122,7 +124,7 @@ def _stated(flow: Flow, names: Sequence[str]) -> list[str]:
     ]
     if problems:
         refuse(problems, where="per_microbatch", fix="name values of submodules, as 'blocks.0.norm', or bindings")
-    return [value for _, (_, value), _ in meant]
+    return [flow.origin(value) for _, (_, value), _ in meant]
 
 
 def _sized(flow: Flow, signature: ModuleSignature) -> ir.IRModule | None:
@@ -147,7 +149,9 @@ def _sized(flow: Flow, signature: ModuleSignature) -> ir.IRModule | None:
 def _check(flow: Flow, found: BatchParts, reduction: str | None, is_open: bool) -> None:
     """Refuse results that microbatches don't make, and those that are another reduction than was said."""
     problems, whys = [], []
-    for name, kind in zip(flow.results, found.kinds, strict=True):
+    for name, kind in dict(zip(flow.results, found.kinds, strict=True)).items():
+        if name not in flow.returned:
+            continue
         if isinstance(kind, Mixed):
             problems.append(f"microbatches don't make the result {name!r} of a batch: {kind.why}")
         elif isinstance(kind, Rows) and (kind.dim or kind.outer > 1):

@@ -41,9 +41,12 @@ class Row:
         loss: str | None,
         memory: Mapping[str, str] | None = None,
     ) -> None:
-        """`memory`: the kind of memory in which values, by name, are held for backwards."""
+        """`memory`: the kind of memory in which values, by name, are held for backwards.
+
+        state   per stage what its last forward left for the next one, in place of weights"""
         self._carrier, self._weights, self._microbatches, self._loss = carrier, weights, microbatches, loss
         self._memory = memory or {}
+        self.state: dict[int, Values] = {}
         self._held: dict[tuple[int, int], Values] = {}
         self._kept: dict[tuple[int, int], dict[str, Any]] = {}  # what torch keeps for its gradients, by the place
         self._sizes: dict[tuple[int, int], int] = {}
@@ -72,9 +75,12 @@ class Row:
         part = self._microbatches[microbatch]
         given = {name: part.inputs[name] for name in stage.params if name in part.inputs}
         held = {name: self._carrier.place(here, name, tensor) for name, tensor in given.items()}
+        held |= self._state_of(here)  # backwards take what their forward took, not what others left since
         for name, there in _awaited(here, part.stages, "F"):
             held[name] = self._carrier.take(here, there, name, microbatch)
         made = self._run(here, action, held)
+        left = {name: self._carrier.laid(made[value], here.layouts[name]) for name, value in stage.state.items()}
+        self.state |= {stage.index: left} if left else {}
         self.results |= {(name, microbatch): made[name] for name in stage.results}
         for name in stage.gives:
             for there in part.stages:
@@ -82,10 +88,17 @@ class Row:
                     self._carrier.hand(here, there, name, made[name], microbatch)
         if later := here.later["F"]:
             known = {**held, **made}
-            left = {name: known[name] for name in later & known.keys()}
-            self._held[stage.index, microbatch] = self._put_away(left) if self._memory else left
+            kept = {name: known[name] for name in later & known.keys()}
+            self._held[stage.index, microbatch] = self._put_away(kept) if self._memory else kept
         else:
             self._kept.pop((stage.index, microbatch), None)
+
+    def _state_of(self, here: StageFragments) -> Values:
+        """The stage's state, as the forward before left it."""
+        stage, weights = here.stage, self._weights[here.stage.index]
+        if stage.index in self.state:
+            return self.state[stage.index]
+        return {name: fetched(weights[name], self._carrier.moved) for name in stage.state}
 
     def backward(self, here: StageFragments, action: Action) -> None:
         """B, I or W: gradients of later stages are taken; those of weights are added up, the others handed on."""

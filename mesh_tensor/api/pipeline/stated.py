@@ -37,7 +37,7 @@ def named_stages(
     if isinstance(stages, Mapping) and stages:
         return stages_by_mesh(flow, stages, topology.names)
     if isinstance(stages, (list, tuple)) and stages and all(isinstance(name, str) for name in stages):
-        return [*(NamedStage((name,)) for name in stages), NamedStage(tuple(dict.fromkeys(flow.results)))]
+        return [*(NamedStage((name,)) for name in stages), NamedStage(tuple(dict.fromkeys(flow.returned)))]
     return refuse(f"stages={shown(stages)}", fix=_STAGES)
 
 
@@ -78,12 +78,15 @@ def trained_weights(flow: Flow, weights: Mapping[str, Any], train: bool | Sequen
     if train is False:
         return ()
     used = {value for taken in flow.operands.values() for value in taken}
-    floats = [name for name in flow.params if name in weights and flow.is_float(name) and name in used]
+    kept = [name for name in flow.params if name in weights and name not in flow.state]
+    floats = [name for name in kept if flow.is_float(name) and name in used]
     wanted = floats
     if train is not True:
         meant, problems = NamedValues(flow.mod, flow.function).meant_by([train] if isinstance(train, str) else train)
         wanted = [value for name, (_, value), _ in meant if value in floats or not is_pattern(name)]
-        problems += [f"{name!r} is no weight that holds floats" for name in wanted if name not in floats]
+        problems += [f"{name!r} is written by the model itself" for name in wanted if name in flow.state]
+        others = [name for name in wanted if name not in floats and name not in flow.state]
+        problems += [f"{name!r} is no weight that holds floats" for name in others]
         if problems:
             refuse(problems, where="train", fix="give names of weights, or True for all of them")
     if not wanted:

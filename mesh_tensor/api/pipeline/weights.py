@@ -12,6 +12,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipelining.fragments import Stage, gradient_name
 from mesh_tensor.runtime.backend import fetched, plain, put_away
 from mesh_tensor.runtime.elementwise import not_finite
+from mesh_tensor.runtime.ranks.dtensor import is_dtensor
 from mesh_tensor.runtime.ranks.redistribution import Part
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
@@ -26,16 +27,17 @@ Place = tuple[str, int]  # a weight, a stage that has it
 
 class StageWeights:
     """What every stage of this process holds of the weights; `whole` are the tensors that they were made of. `memory`
-    has the kinds of memory of those that are in another one than the devices' while nothing computes with them."""
+    has the kinds of memory of those that are in another one than the devices' while nothing computes with them.
+    `of_rules`: what rules keep for weights, as these get it."""
 
     def __init__(
-        self, whole: Mapping[str, torch.Tensor], carrier: Carrier, runs: RankRuns | None, memory: Mapping[str, str]
+        self, whole: dict[str, torch.Tensor], carrier: Carrier, runs: RankRuns | None, memory: Mapping[str, str]
     ) -> None:
         self.whole, self._carrier, self._runs, self._memory = whole, carrier, runs, memory
         self.of: dict[int, Values] = {}
         self.layouts: dict[int, Mapping[str, Sharding]] = {}
         self._homes: dict[int, StageFragments] = {}
-        self._states: dict[Place, dict[str, Any]] = {}
+        self.of_rules: dict[Place, dict[str, Any]] = {}
 
     def place(self, here: StageFragments) -> None:
         """Lay out a stage's weights, once."""
@@ -58,6 +60,35 @@ class StageWeights:
 
     def _fetched(self, value: Any) -> Any:
         return fetched(value, self._carrier.moved)
+
+    def advance(self, state: Mapping[int, Values]) -> None:
+        """Stages go on from this state, in memory of its own."""
+        for stage, values in state.items():
+            for name, value in values.items():
+                apart = self._carrier.moved(value, torch.clone)
+                self.of[stage][name] = self._put_away(name, apart)
+
+    def replace(self, whole: Mapping[str, torch.Tensor], of_rules: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on with these weights, and with this that rules keep for some."""
+        self.whole |= whole
+        for stage, home in self._homes.items():
+            for name in self.of[stage].keys() & whole.keys():
+                self.of_rules.pop((name, stage), None)
+                self.of[stage][name] = self._put_away(name, self._carrier.place(home, name, whole[name]))
+                if name in of_rules:
+                    self.of_rules[name, stage] = {
+                        key: self._as_kept(home, name, v) for key, v in of_rules[name].items()
+                    }
+
+    def whole_of(self, value: Any) -> Any:
+        """What a rule keeps, whole, in memory of its own; on ranks, all of its mesh have to ask."""
+        laid_out = isinstance(value, MeshTensor) or is_dtensor(value)
+        return self._carrier.whole(self._carrier.kept(value)).clone() if laid_out else value
+
+    def _as_kept(self, home: StageFragments, name: str, value: Any) -> Any:
+        """What a rule is given again of what it kept."""
+        is_tensor = isinstance(value, torch.Tensor)
+        return self._carrier.shown(self._carrier.place(home, name, value)) if is_tensor else value
 
     def gathered(
         self,
@@ -114,7 +145,7 @@ class StageWeights:
             for stage, found in gradients.items():
                 for name, gradient in found.items():
                     doing = f"update of a pipeline, the rule on weight {name!r} of stage {stage}"
-                    state = states[name, stage] = _copied(self._states.get((name, stage), {}))
+                    state = states[name, stage] = _copied(self.of_rules.get((name, stage), {}))
                     made[name, stage] = self._ruled(rule, stage, name, sums.get(name, gradient), state, scale)
                     if not_finite({name: _parts(made[name, stage])}):
                         before = _parts(self._fetched(self.of[stage][name]))
@@ -125,7 +156,7 @@ class StageWeights:
             error = raised
         self._refuse_bad(bad, error, doing)
         kept = {(name, stage): self._as_laid_out(stage, name, new) for (name, stage), new in made.items()}
-        self._states.update(states)
+        self.of_rules.update(states)
         for (name, stage), value in kept.items():
             self.of[stage][name] = self._put_away(name, value)
 

@@ -25,7 +25,7 @@ from .padding import ANYTHING, ZERO, Content, Padding
 from .state_values import (
     Atom,
     Level,
-    Value,
+    StateValue,
     constant,
     exponential,
     independent,
@@ -41,7 +41,7 @@ from .state_values import (
 from .statements import Access, Kernel, Loop, Statement, is_load_of
 
 #: An operation on values, and what it makes of what lies past the end.
-_Binary = tuple[Callable[[Value, Value], Value | None], Callable[[float, float], float]]
+_Binary = tuple[Callable[[StateValue, StateValue], StateValue | None], Callable[[float, float], float]]
 
 _BINARY: dict[type, _Binary] = {
     tirx.Add: (plus, lambda a, b: a + b),
@@ -54,12 +54,12 @@ _LOGARITHMS = {"tirx.log": math.e, "tirx.log2": 2.0, "tirx.log10": 10.0}
 _MINUS_INFINITY = Content(-math.inf)
 
 
-def _minus(a: Value, b: Value) -> Value | None:
+def _minus(a: StateValue, b: StateValue) -> StateValue | None:
     negative = times(constant(-1.0), b)
     return None if negative is None else plus(a, negative)
 
 
-def _largest(a: Value, b: Value) -> Value | None:
+def _largest(a: StateValue, b: StateValue) -> StateValue | None:
     if a.part is not None and b.part is not None:
         level = max(a.part.level, b.part.level)
         return None if level is Level.SUM else independent(level)
@@ -86,13 +86,13 @@ class Iteration:
         *,
         ordered: bool = False,
         named: bool = False,
-        left: Mapping[LiveRange, Value] | None = None,
+        left: Mapping[LiveRange, StateValue] | None = None,
     ):
         self.ordered, self.named, self.is_after = ordered, named, left is not None
         self.kernel, self.coordinates, self.factor, self.loop = kernel, coordinates, factor, loop
         self.body = [s for s in kernel.statements if loop.var in s.vars]
         self.by_position = factor.roles.keys() & {x.var for s in self.body for x in s.loops} == {loop.var}
-        self.env: dict[LiveRange, Value | None] = {}
+        self.env: dict[LiveRange, StateValue | None] = {}
         self._inner = {x.var for s in self.body for x in s.loops[s.loops.index(loop) + 1 :]}
         if left is not None:
             self.body = [s for s in kernel.statements if s.top > self.body[0].top]
@@ -109,7 +109,7 @@ class Iteration:
         for statement in self.body:
             self._run(statement)
 
-    def value(self, live_range: LiveRange) -> Value | None:
+    def value(self, live_range: LiveRange) -> StateValue | None:
         """What a live range holds in the end, in terms of its dims."""
         return self.env.get(live_range)
 
@@ -154,11 +154,11 @@ class Iteration:
         if left is not None and not self._is_free(target):
             self.depends.add(statement)
 
-    def _is_named(self, value: Value, statement: Statement, target: LiveRange) -> bool:
+    def _is_named(self, value: StateValue, statement: Statement, target: LiveRange) -> bool:
         own = self.named and self.by_position and statement.op == "max" and _is_point(value)
         return own and self.loop.var in target.carried
 
-    def _either(self, left: Value | None, statement: Statement, target: LiveRange) -> Value | None:
+    def _either(self, left: StateValue | None, statement: Statement, target: LiveRange) -> StateValue | None:
         """What is there after a statement that may not have run."""
         before = self.env.get(target, self._load(statement.target))
         parts = [None if value is None else value.part for value in (before, left)]
@@ -185,7 +185,7 @@ class Iteration:
                 return True
         return not seen <= self._inner
 
-    def _made(self, statement: Statement) -> Value | None:
+    def _made(self, statement: Statement) -> StateValue | None:
         """What the statement leaves in an element of its target."""
         operand = self._operand(statement)
         if operand is None or statement.op is None:
@@ -208,7 +208,7 @@ class Iteration:
             return None if product is None else product.past(_product_past(before.padding, added.padding))
         return None
 
-    def _as_block(self, value: Value, statement: Statement) -> Value:
+    def _as_block(self, value: StateValue, statement: Statement) -> StateValue:
         """What an iteration has of its own, known by the statement that takes it into a maximum."""
         own = value.part is not None and (self.ordered or (self.by_position and _is_point(value)))
         return _block_maximum(statement) if own else value
@@ -218,7 +218,7 @@ class Iteration:
         indexed = {v for form in statement.target.forms if form is not None for v in form.terms}
         return any(x.var in self._inner and x.var not in indexed for x in statement.loops)
 
-    def _operand(self, statement: Statement) -> Value | None:
+    def _operand(self, statement: Statement) -> StateValue | None:
         """What the statement stores, or combines with its target."""
         record = statement.tile_op
         if record is None or not record.sources:
@@ -236,7 +236,7 @@ class Iteration:
         product = times(*known)
         return None if product is None else product.past(_product_past(known[0].padding, known[1].padding))
 
-    def _combined(self, statement: Statement, operand: Value) -> Value | None:
+    def _combined(self, statement: Statement, operand: StateValue) -> StateValue | None:
         """The operand, combined over what the statement walks of it and its target does not."""
         indexed = {v for form in statement.target.forms if form is not None for v in form.terms}
         over = {x.var for x in statement.loops if x.var in self._inner} - indexed
@@ -257,7 +257,7 @@ class Iteration:
 
     # -- expressions ---------------------------------------------------------------------------------------------------
 
-    def _expr(self, expr: tirx.PrimExpr, statement: Statement) -> Value | None:
+    def _expr(self, expr: tirx.PrimExpr, statement: Statement) -> StateValue | None:
         known = number(expr)
         if known is not None:
             return constant(float(known))
@@ -281,7 +281,7 @@ class Iteration:
             return self._quotient(expr, statement)
         return self._kept(expr, statement) or self._independent(expr, statement)
 
-    def _kept(self, expr: tirx.PrimExpr, statement: Statement) -> Value | None:
+    def _kept(self, expr: tirx.PrimExpr, statement: Statement) -> StateValue | None:
         """What is kept where a condition that depends on no earlier iteration says so, and 0 elsewhere: that, times
         1 or 0. None if it is anything else, or depends on no earlier iteration itself."""
         condition, *values = chosen(expr) or [None]
@@ -299,7 +299,7 @@ class Iteration:
         written = [live_range.buffer for live_range in self._written]
         return bool(found) and not any(load.buffer.same_as(buffer) for load in found for buffer in written)
 
-    def _binary(self, expr: tirx.PrimExpr, statement: Statement) -> Value | None:
+    def _binary(self, expr: tirx.PrimExpr, statement: Statement) -> StateValue | None:
         a, b = self._expr(expr.a, statement), self._expr(expr.b, statement)
         if a is None or b is None:
             return None
@@ -313,7 +313,7 @@ class Iteration:
             return made.past(_MINUS_INFINITY)  # nothing is a maximum of infinity without being NaN everywhere
         return made.past(a.padding.mapped(function, b.padding))
 
-    def _power(self, expr: tirx.Call, statement: Statement, base: float) -> Value | None:
+    def _power(self, expr: tirx.Call, statement: Statement, base: float) -> StateValue | None:
         inside = self._expr(expr.args[0], statement)
         if inside is None:
             return None
@@ -324,7 +324,7 @@ class Iteration:
             return None
         return made.past(inside.padding.mapped(lambda x: 0.0 if x == -math.inf else base**x))
 
-    def _guard(self, expr: tirx.PrimExpr, inside: Value, statement: Statement) -> bool:
+    def _guard(self, expr: tirx.PrimExpr, inside: StateValue, statement: Statement) -> bool:
         """Note the loads of atoms that a power takes down: where those are the lowest value, nothing counts yet. False
         where they are not loaded as they are."""
         down = {atom for atom, rate in inside.atoms.items() if rate < 0}
@@ -336,7 +336,7 @@ class Iteration:
                 self.guarded[statement] = (*self.guarded.get(statement, ()), load)
         return True
 
-    def _quotient(self, expr: tirx.Div, statement: Statement) -> Value | None:
+    def _quotient(self, expr: tirx.Div, statement: Statement) -> StateValue | None:
         a, b = self._expr(expr.a, statement), self._expr(expr.b, statement)
         over = None if b is None or not self.is_after else inverse(b)
         if a is not None and over is not None:
@@ -347,7 +347,7 @@ class Iteration:
         made = times(a, by)
         return None if made is None else made.past(a.padding.mapped(lambda x, y: x / y if y else math.nan, b.padding))
 
-    def _independent(self, expr: tirx.PrimExpr, statement: Statement) -> Value | None:
+    def _independent(self, expr: tirx.PrimExpr, statement: Statement) -> StateValue | None:
         """A function of what depends on no earlier iteration."""
         level = Level.POINT if vars_of([expr], self.kernel.binds) & self._moving else Level.FIXED
         bound = [n for n in vars_of([expr], {}) if n in self.kernel.binds]
@@ -381,7 +381,7 @@ class Iteration:
     def _access(self, load: tirx.BufferLoad, statement: Statement) -> Access:
         return next(access for access in statement.reads if is_load_of(load, access))
 
-    def _load(self, access: Access) -> Value | None:
+    def _load(self, access: Access) -> StateValue | None:
         """What an access reads."""
         live_range = self.coordinates.ranges.of(access)
         forms = [form for form in access.forms if form is not None]
@@ -392,7 +392,7 @@ class Iteration:
         if live_range in self._written:
             if live_range.is_param or self.loop.var not in live_range.carried or len(forms) < len(access.forms):
                 return None
-            return Value({Atom.make(("before", live_range), forms): 1.0})
+            return StateValue({Atom.make(("before", live_range), forms): 1.0})
         if any(loads(index) for index in access.indices):
             return None
         if self.coordinates.walks(access, self.factor):
@@ -442,7 +442,7 @@ def _shared_conditions(body: Sequence[Statement]) -> tuple[tirx.PrimExpr, ...]:
     return shared
 
 
-def _is_point(value: Value) -> bool:
+def _is_point(value: StateValue) -> bool:
     """Whether there is one of it per position, whatever earlier iterations left."""
     return value.part is not None and value.part.level is Level.POINT
 
@@ -459,32 +459,32 @@ def is_bounded(atom: Atom) -> bool:
     )
 
 
-def _over_positions(statement: Statement, operand: Value) -> Value | None:
+def _over_positions(statement: Statement, operand: StateValue) -> StateValue | None:
     """What a statement makes of all positions of a block."""
     if statement.op == "sum":
         if operand.atoms or operand.log is not None or any(p.level is Level.SUM for p in operand.terms.values()):
             return None
         if any(carried is not None for _, carried in operand.terms):
             return None
-        return Value({}, {factor: type(part)(Level.SUM) for factor, part in operand.terms.items()})
+        return StateValue({}, {factor: type(part)(Level.SUM) for factor, part in operand.terms.items()})
     part = operand.part
     if statement.op != "max" or part is None or part.level is not Level.POINT:
         return None
     return _block_maximum(statement)
 
 
-def _over_others(statement: Statement, operand: Value) -> Value | None:
+def _over_others(statement: Statement, operand: StateValue) -> StateValue | None:
     """What a statement makes of elements that are all at one position: what they are scaled by is one for all, or has
     no place in the target."""
     if statement.op != "sum" or operand.atoms or operand.log is not None:
         return None
     if any(carried is not None for _, carried in operand.terms):
         return None
-    return Value({}, {factor: type(part)(part.level) for factor, part in operand.terms.items()})
+    return StateValue({}, {factor: type(part)(part.level) for factor, part in operand.terms.items()})
 
 
-def _block_maximum(statement: Statement) -> Value:
-    return Value({Atom.make(("block", statement), [f for f in statement.target.forms if f is not None]): 1.0})
+def _block_maximum(statement: Statement) -> StateValue:
+    return StateValue({Atom.make(("block", statement), [f for f in statement.target.forms if f is not None]): 1.0})
 
 
 def _sum_past(before: Content, added: Content) -> Content:

@@ -16,19 +16,19 @@ from .coordinates import Coordinates
 from .factors import Factor
 from .iterations import Iteration
 from .live_ranges import LiveRange
-from .state_values import Atom, Level, Part, Value, independent, power
+from .state_values import Atom, Level, Part, StateValue, independent, power
 from .statements import Kernel, Loop, Statement
 
 
-def reference(live_range: LiveRange) -> Value:
+def reference(live_range: LiveRange) -> StateValue:
     """A number for every row, of which nothing is known."""
-    return Value({Atom.make(("before", live_range), _dims(live_range)): 1.0})
+    return StateValue({Atom.make(("before", live_range), _dims(live_range)): 1.0})
 
 
-def relative(of: LiveRange, place: tuple[Linear, ...], rate: float) -> Value:
+def relative(of: LiveRange, place: tuple[Linear, ...], rate: float) -> StateValue:
     """Something times `2 ** (-rate * of)`."""
     atom = Atom.make(("before", of), place)
-    return Value({}, {(power({atom: -rate}), None): Part(Level.FIXED)})
+    return StateValue({}, {(power({atom: -rate}), None): Part(Level.FIXED)})
 
 
 def _dims(live_range: LiveRange) -> list[Linear]:
@@ -36,7 +36,7 @@ def _dims(live_range: LiveRange) -> list[Linear]:
 
 
 def references_cancel(
-    kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop, left: Mapping[LiveRange, Value]
+    kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop, left: Mapping[LiveRange, StateValue]
 ) -> bool:
     """Whether no statement makes anything of what the loop left that depends on its references."""
     after = _Aftermath(kernel, coordinates, factor, loop, left=left)

@@ -22,7 +22,7 @@ from .factors import Factor
 from .iterations import Iteration, chosen
 from .live_ranges import LiveRange
 from .padding import takes_whole_blocks
-from .state_values import Atom, Level, Part, Value
+from .state_values import Atom, Level, Part, StateValue
 from .statements import RESUMED, Kernel, Loop, Statement, describe, is_load_of, mentions, same_indices
 from .states import carrying_loops, changed_in, is_in_place, is_plain
 
@@ -159,7 +159,7 @@ def _carried(iteration: Iteration, live_range: LiveRange) -> Carried | None:
     return Carried(live_range, "sum", scaled) if known else None
 
 
-def _rate(value: Value, live_range: LiveRange) -> Part | None:
+def _rate(value: StateValue, live_range: LiveRange) -> Part | None:
     """What the state is multiplied with in an iteration, None if it is no linear function of itself."""
     if value.log is not None or any(power for power, _ in value.terms):
         return None

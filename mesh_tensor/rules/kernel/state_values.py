@@ -101,7 +101,7 @@ def add_rates(a: Mapping[Atom, float], b: Mapping[Atom, float]) -> dict[Atom, fl
 
 
 @dataclass(frozen=True)
-class Value:
+class StateValue:
     """`atoms` plus `terms`, plus `scale` times the logarithm of `log` if there is one. `padding`: what it is past the
     end of the factor's dim."""
 
@@ -129,22 +129,22 @@ class Value:
         ((atom, rate), *more) = self.atoms.items() if self.atoms else [(None, 0.0)]
         return atom if rate == 1 and not more and not self.terms and self.log is None else None
 
-    def past(self, padding: Content) -> Value:
+    def past(self, padding: Content) -> StateValue:
         """The value with something else past the end."""
         return replace(self, padding=padding)
 
 
-def constant(number: float) -> Value:
+def constant(number: float) -> StateValue:
     """A number."""
-    return Value({}, {_PLAIN: Part(Level.FIXED, number)} if number else {}, padding=Content(number))
+    return StateValue({}, {_PLAIN: Part(Level.FIXED, number)} if number else {}, padding=Content(number))
 
 
-def independent(level: Level, padding: Content = ANYTHING) -> Value:
+def independent(level: Level, padding: Content = ANYTHING) -> StateValue:
     """Something that depends on no earlier iteration."""
-    return Value({}, {_PLAIN: Part(level)}, padding=padding)
+    return StateValue({}, {_PLAIN: Part(level)}, padding=padding)
 
 
-def plus(a: Value, b: Value) -> Value | None:
+def plus(a: StateValue, b: StateValue) -> StateValue | None:
     """The sum."""
     if a.log is not None and b.log is not None:
         return None
@@ -152,7 +152,7 @@ def plus(a: Value, b: Value) -> Value | None:
     if terms is None:
         return None
     logs = a if b.log is None else b
-    return Value(add_rates(a.atoms, b.atoms), terms, logs.log, logs.scale)
+    return StateValue(add_rates(a.atoms, b.atoms), terms, logs.log, logs.scale)
 
 
 def _sum(a: Terms, b: Terms) -> dict[Factor, Part] | None:
@@ -165,20 +165,20 @@ def _sum(a: Terms, b: Terms) -> dict[Factor, Part] | None:
     return {factor: part for factor, part in terms.items() if part.number != 0}
 
 
-def times(a: Value, b: Value) -> Value | None:
+def times(a: StateValue, b: StateValue) -> StateValue | None:
     """The product."""
     if a.number is None and b.number is not None:
         a, b = b, a
     if a.number:
         by = a.number
         terms = {factor: product for factor, part in b.terms.items() if (product := part.times(Part(Level.FIXED, by)))}
-        return Value({atom: rate * by for atom, rate in b.atoms.items()}, terms, b.log, b.scale * by)
+        return StateValue({atom: rate * by for atom, rate in b.atoms.items()}, terms, b.log, b.scale * by)
     if a.log is not None or b.log is not None:
         return None
     return _product(_all_terms(a), _all_terms(b))
 
 
-def _all_terms(value: Value) -> Terms:
+def _all_terms(value: StateValue) -> Terms:
     """The value with what the loop carries as terms."""
     terms = dict(value.terms)
     for atom, rate in value.atoms.items():
@@ -186,7 +186,7 @@ def _all_terms(value: Value) -> Terms:
     return terms
 
 
-def _product(a: Terms, b: Terms) -> Value | None:
+def _product(a: Terms, b: Terms) -> StateValue | None:
     terms: dict[Factor, Part] = {}
     for (power_a, carried_a), part_a in a.items():
         for (power_b, carried_b), part_b in b.items():
@@ -198,32 +198,36 @@ def _product(a: Terms, b: Terms) -> Value | None:
             if total is None:
                 return None
             terms = total
-    return Value({}, terms)
+    return StateValue({}, terms)
 
 
-def exponential(value: Value, base: float) -> Value | None:
+def exponential(value: StateValue, base: float) -> StateValue | None:
     """The base to the power of the value."""
-    part = Value({}, value.terms, value.log).part
+    part = StateValue({}, value.terms, value.log).part
     if part is None or part.level is Level.SUM:
         return None
     rates = {atom: rate * math.log2(base) for atom, rate in value.atoms.items()}
     number = None if part.number is None or math.isinf(part.number) else base**part.number
-    return Value({}, {(power(rates), None): Part(part.level, number)})
+    return StateValue({}, {(power(rates), None): Part(part.level, number)})
 
 
-def inverse(value: Value) -> Value | None:
+def inverse(value: StateValue) -> StateValue | None:
     """1 over a power, times something that is the same at all positions; None for anything else."""
     rates = _rates(value)
-    return None if rates is None else Value({}, {(power({a: -rate for a, rate in rates.items()}), None): _FIXED})
+    return None if rates is None else StateValue({}, {(power({a: -rate for a, rate in rates.items()}), None): _FIXED})
 
 
-def logarithm_of_power(value: Value, base: float) -> Value | None:
+def logarithm_of_power(value: StateValue, base: float) -> StateValue | None:
     """The logarithm of a power, times something that is the same at all positions; None for anything else."""
     rates = _rates(value)
-    return None if rates is None else Value({a: rate / math.log2(base) for a, rate in rates.items()}, {_PLAIN: _FIXED})
+    return (
+        None
+        if rates is None
+        else StateValue({a: rate / math.log2(base) for a, rate in rates.items()}, {_PLAIN: _FIXED})
+    )
 
 
-def _rates(value: Value) -> dict[Atom, float] | None:
+def _rates(value: StateValue) -> dict[Atom, float] | None:
     """The exponent, of what is a single power, times a part."""
     if value.atoms or value.log is not None or len(value.terms) != 1:
         return None
@@ -231,14 +235,14 @@ def _rates(value: Value) -> dict[Atom, float] | None:
     return dict(exponent) if exponent and carried is None and part.level is Level.FIXED else None
 
 
-def logarithm(value: Value, base: float) -> Value | None:
+def logarithm(value: StateValue, base: float) -> StateValue | None:
     """The logarithm of a sum of powers."""
     if value.atoms or value.log is not None:
         return None
-    return Value({}, {}, value.terms, 1 / math.log2(base))
+    return StateValue({}, {}, value.terms, 1 / math.log2(base))
 
 
-def maximum(values: Iterable[Value]) -> Value | None:
+def maximum(values: Iterable[StateValue]) -> StateValue | None:
     """The largest, where all of one row are compared."""
     keys: set[tuple[Any, ...]] = set()
     places: dict[tuple[Any, ...], Atom] = {}
@@ -254,13 +258,13 @@ def maximum(values: Iterable[Value]) -> Value | None:
     if len(places) != 1:
         return None
     (atom,) = places.values()
-    return Value({Atom.make(("max", frozenset(keys)), atom.place): 1.0})
+    return StateValue({Atom.make(("max", frozenset(keys)), atom.place): 1.0})
 
 
 _Place = Callable[[Linear], Linear | None]
 
 
-def moved(value: Value, forms: Sequence[Linear]) -> Value | None:
+def moved(value: StateValue, forms: Sequence[Linear]) -> StateValue | None:
     """A value in terms of dims, at an access's indices."""
     return _replaced(value, lambda form: at(form, forms))
 
@@ -274,7 +278,7 @@ def at(form: Linear, forms: Sequence[Linear]) -> Linear:
     return total
 
 
-def stored(value: Value, forms: Sequence[Linear | None]) -> Value | None:
+def stored(value: StateValue, forms: Sequence[Linear | None]) -> StateValue | None:
     """A value in terms of the dims of what is written at the indices; None if it varies with something else."""
 
     def dim(form: Linear) -> Linear | None:
@@ -286,7 +290,7 @@ def stored(value: Value, forms: Sequence[Linear | None]) -> Value | None:
     return _replaced(value, dim)
 
 
-def _replaced(value: Value, place: _Place) -> Value | None:
+def _replaced(value: StateValue, place: _Place) -> StateValue | None:
     """The value with every atom at another place; None if one has none there."""
     atoms: dict[Atom, float] = {}
     for old, rate in value.atoms.items():
@@ -297,7 +301,7 @@ def _replaced(value: Value, place: _Place) -> Value | None:
     terms, log = _terms(value.terms, place), None if value.log is None else _terms(value.log, place)
     if terms is None or (value.log is not None and log is None):
         return None
-    return Value(atoms, terms, log, value.scale, value.padding)
+    return StateValue(atoms, terms, log, value.scale, value.padding)
 
 
 def _atom(old: Atom, place: _Place) -> Atom | None:

@@ -27,7 +27,7 @@ from .finite_blocks import has_finite_blocks
 from .iterations import Iteration
 from .live_ranges import LiveRange
 from .references import reference, references_cancel, relative
-from .state_values import Atom, Level, Part, Terms, Value, add_rates, independent
+from .state_values import Atom, Level, Part, StateValue, Terms, add_rates, independent
 from .statements import Kernel, Loop, Statement
 
 _ONE = Part(Level.FIXED, 1.0)
@@ -224,7 +224,7 @@ class _Parts:
         numbers = [number(s.values[0]) if s.values and s.op is None else None for s in starts]
         return not starts or any(n is None or math.isinf(n) for n in numbers)
 
-    def _is_maximum(self, live_range: LiveRange, value: Value | None) -> bool:
+    def _is_maximum(self, live_range: LiveRange, value: StateValue | None) -> bool:
         """Whether the live range holds the maximum of what it held before, of blocks, and of constants."""
         atom = None if value is None else value.atom
         if atom is None or atom.key[0] != "max" or not is_in_place(atom, live_range):
@@ -233,7 +233,7 @@ class _Parts:
             key == ("before", live_range) or key[0] in ("block", "fixed") for key in atom.key[1]
         )
 
-    def _is_of_last_block(self, live_range: LiveRange, value: Value | None) -> bool:
+    def _is_of_last_block(self, live_range: LiveRange, value: StateValue | None) -> bool:
         """Whether the live range holds the maximum of the iteration's block, and starts lower than any."""
         atom = None if value is None else value.atom
         if atom is None or atom.key[0] not in ("block", "max") or not is_in_place(atom, live_range):
@@ -244,7 +244,7 @@ class _Parts:
         return all(key[0] in ("block", "fixed") for key in keys) and bool(starts) and set(lowest) == {-math.inf}
 
     def _sum(
-        self, live_range: LiveRange, value: Value, maxima: Mapping[LiveRange, RunningMax]
+        self, live_range: LiveRange, value: StateValue, maxima: Mapping[LiveRange, RunningMax]
     ) -> ScaledSum | LiveRange | None:
         """The scaled sum, or the live range of a plain one; None if it is neither."""
         if value.log is not None or any(not _is_before(atom, live_range) for atom in value.atoms):
@@ -292,7 +292,7 @@ class _Parts:
             return ScaledSum(live_range, running, rate, before.place)
         return None
 
-    def _log(self, live_range: LiveRange, value: Value) -> LogSum | None:
+    def _log(self, live_range: LiveRange, value: StateValue) -> LogSum | None:
         """`2 ** (rate * value)` has to be as much as before, and a sum over positions."""
         if value.log is None or value.terms or value.scale <= 0:
             return None

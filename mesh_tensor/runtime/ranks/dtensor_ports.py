@@ -14,7 +14,8 @@ from mesh_tensor.runtime.elementwise import copy
 from mesh_tensor.targets.dtypes import dtype_name
 
 from .dtensor import as_dtensor, lies_like_torch, local_part, major_only, moved_by_torch
-from .rank_launch import RankLaunch, Tiling
+from .rank_launch import RankLaunch
+from .tiling import Tiling
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

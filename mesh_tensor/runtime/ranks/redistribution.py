@@ -33,8 +33,8 @@ from .dtensor import (
 from .faults import Faults, agree, digest_of
 from .lane import Lane
 from .plan import RankRedistribution
-from .rank_launch import Tiling
 from .ranks import Ranks, known_on, ranks_of
+from .tiling import Tiling
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

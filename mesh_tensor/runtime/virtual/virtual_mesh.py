@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mesh_tensor.program.program import Program, Value
+from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step, WaitStep
 from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
@@ -86,7 +86,7 @@ class VirtualMesh:
             held = memory.held
             columns = [
                 _parts(given, held[given.storage])
-                if isinstance(given, Value)
+                if isinstance(given, ProgramValue)
                 else [memory.scalars[given] if isinstance(given, str) else given] * len(places)
                 for given in order
             ]
@@ -211,7 +211,7 @@ class _OpAction:
             memory.hold(name, [made[leader][position] for leader in leaders], size)
 
 
-def _parts(value: Value, tiles: Tiles) -> Tiles:
+def _parts(value: ProgramValue, tiles: Tiles) -> Tiles:
     """What a value is of the tiles of its storage."""
     return tiles if value.slab is None else [part_of(value, tile) for tile in tiles]
 

@@ -18,9 +18,9 @@ from mesh_tensor.base.errors import MeshTensorError
 
 from .independence import AffineReader
 from .intrinsics import assign
-from .scope import MASK, Action, Code, Frame, Lane, Scope, Storage, constant
+from .scope import MASK, Action, Code, Frame, FunctionScope, Lane, Storage, constant
 
-Compiler = Callable[[tirx.PrimExpr, Scope], Code]
+Compiler = Callable[[tirx.PrimExpr, FunctionScope], Code]
 Part = tuple[Lane | None, Code]
 
 
@@ -66,7 +66,7 @@ class BufferAccess:
     """One place in a kernel where elements of a buffer are read or written."""
 
     def __init__(
-        self, buffer: tirx.Buffer, indices: Sequence[tirx.PrimExpr], scope: Scope, compile_expr: Compiler
+        self, buffer: tirx.Buffer, indices: Sequence[tirx.PrimExpr], scope: FunctionScope, compile_expr: Compiler
     ) -> None:
         self.storage = scope.storage(buffer)
         self.array = scope.array(buffer)
@@ -130,7 +130,11 @@ class BufferAccess:
 
 
 def _slices(
-    buffer: tirx.Buffer, indices: Sequence[tirx.PrimExpr], codes: Sequence[Code], scope: Scope, compile_expr: Compiler
+    buffer: tirx.Buffer,
+    indices: Sequence[tirx.PrimExpr],
+    codes: Sequence[Code],
+    scope: FunctionScope,
+    compile_expr: Compiler,
 ) -> Slices | None:
     reader = AffineReader(scope.binds, lambda e: isinstance(e, tirx.Var) or not compile_expr(e, scope).varies)
     parts: list[Part] = []

@@ -16,10 +16,10 @@ from mesh_tensor.tir.tile_ops import Atomic, parse_previous
 
 from .access import BufferAccess
 from .intrinsics import FLOAT8, FUNCTIONS, UFUNCS, convert, is_float, rounded_once, trunc_div, trunc_mod
-from .scope import MASK, Code, Frame, Scope, constant
+from .scope import MASK, Code, Frame, FunctionScope, constant
 
 
-def compile_expr(expr: tirx.PrimExpr, scope: Scope) -> Code:
+def compile_expr(expr: tirx.PrimExpr, scope: FunctionScope) -> Code:
     """`expr` as a closure; its value has the expression's dtype (int32 and int64 scalars may be Python ints)."""
     build = _BUILDERS.get(type(expr))
     if build is None:
@@ -55,7 +55,7 @@ def _apply(function: Callable[..., Any], args: Sequence[Code]) -> Code:
 
 
 def _binary(function: Callable[..., Any], on_integers: Callable[..., Any] | None = None) -> Callable[..., Code]:
-    def build(expr: Any, scope: Scope) -> Code:
+    def build(expr: Any, scope: FunctionScope) -> Code:
         integers = on_integers is not None and not is_float(numpy_dtype(expr.a.dtype))
         a, b = compile_expr(expr.a, scope), compile_expr(expr.b, scope)
         if numpy_dtype(expr.a.dtype) in FLOAT8:
@@ -66,7 +66,7 @@ def _binary(function: Callable[..., Any], on_integers: Callable[..., Any] | None
 
 
 def _extremum(on_arrays: np.ufunc, on_ints: Callable[..., Any]) -> Callable[..., Code]:
-    def build(expr: Any, scope: Scope) -> Code:
+    def build(expr: Any, scope: FunctionScope) -> Code:
         a, b = compile_expr(expr.a, scope), compile_expr(expr.b, scope)
         plain = not (a.varies or b.varies) and str(expr.dtype).startswith("int")
         return _apply(on_ints if plain else on_arrays, (a, b))
@@ -77,7 +77,7 @@ def _extremum(on_arrays: np.ufunc, on_ints: Callable[..., Any]) -> Callable[...,
 def _logical(decisive: bool) -> Callable[..., Code]:
     """`and` (decided by False), `or` (by True): the second operand is evaluated where the first decides nothing."""
 
-    def build(expr: Any, scope: Scope) -> Code:
+    def build(expr: Any, scope: FunctionScope) -> Code:
         a, b = compile_expr(expr.a, scope), compile_expr(expr.b, scope)
         varies = a.varies or b.varies
         decided = np.bool_(decisive)
@@ -97,11 +97,11 @@ def _logical(decisive: bool) -> Callable[..., Code]:
     return build
 
 
-def _not(expr: tirx.Not, scope: Scope) -> Code:
+def _not(expr: tirx.Not, scope: FunctionScope) -> Code:
     return _apply(np.logical_not, (compile_expr(expr.a, scope),))
 
 
-def _select(condition: tirx.PrimExpr, yes: tirx.PrimExpr, no: tirx.PrimExpr, dtype: str, scope: Scope) -> Code:
+def _select(condition: tirx.PrimExpr, yes: tirx.PrimExpr, no: tirx.PrimExpr, dtype: str, scope: FunctionScope) -> Code:
     cond, a, b = (compile_expr(e, scope) for e in (condition, yes, no))
     target = numpy_dtype(dtype)
 
@@ -124,27 +124,27 @@ def _select(condition: tirx.PrimExpr, yes: tirx.PrimExpr, no: tirx.PrimExpr, dty
     return Code(typed if varies else scalar, varies)
 
 
-def _cast(expr: tirx.Cast, scope: Scope) -> Code:
+def _cast(expr: tirx.Cast, scope: FunctionScope) -> Code:
     dtype = numpy_dtype(expr.dtype)
     return _apply(lambda value: convert(value, dtype), (compile_expr(expr.value, scope),))
 
 
-def _int_imm(expr: tirx.IntImm, scope: Scope) -> Code:
+def _int_imm(expr: tirx.IntImm, scope: FunctionScope) -> Code:
     dtype = numpy_dtype(expr.dtype)
     if dtype.kind == "i" and dtype.itemsize >= 4:
         return constant(int(expr.value))
     return constant(bool(expr.value) if dtype.kind == "b" else dtype.type(int(expr.value)))
 
 
-def _float_imm(expr: tirx.FloatImm, scope: Scope) -> Code:
+def _float_imm(expr: tirx.FloatImm, scope: FunctionScope) -> Code:
     return constant(convert(float(expr.value), numpy_dtype(expr.dtype)))
 
 
-def _load(expr: tirx.BufferLoad, scope: Scope) -> Code:
+def _load(expr: tirx.BufferLoad, scope: FunctionScope) -> Code:
     return BufferAccess(expr.buffer, expr.indices, scope, compile_expr).load()
 
 
-def _let(expr: tirx.Let, scope: Scope) -> Code:
+def _let(expr: tirx.Let, scope: FunctionScope) -> Code:
     value = compile_expr(expr.value, scope)
     slot = scope.define(expr.var, value.varies)
     body = compile_expr(expr.body, scope)
@@ -156,18 +156,18 @@ def _let(expr: tirx.Let, scope: Scope) -> Code:
     return Code(run, body.varies)
 
 
-def _ramp(expr: tirx.Ramp, scope: Scope) -> Code:
+def _ramp(expr: tirx.Ramp, scope: FunctionScope) -> Code:
     steps = np.arange(int(expr.lanes))
     return _apply(
         lambda base, stride: base + stride * steps, (compile_expr(expr.base, scope), compile_expr(expr.stride, scope))
     )._replace(varies=True, const=None)
 
 
-def _broadcast(expr: tirx.Broadcast, scope: Scope) -> Code:
+def _broadcast(expr: tirx.Broadcast, scope: FunctionScope) -> Code:
     return compile_expr(expr.value, scope)
 
 
-def _call(expr: tirx.Call, scope: Scope) -> Code:
+def _call(expr: tirx.Call, scope: FunctionScope) -> Code:
     name = expr.op.name if isinstance(expr.op, ir.Op) else str(expr.op)
     if name == "tirx.if_then_else":
         return _select(expr.args[0], expr.args[1], expr.args[2], expr.dtype, scope)
@@ -189,7 +189,7 @@ def _call(expr: tirx.Call, scope: Scope) -> Code:
     return _apply(rounded_once(function, numpy_dtype(expr.args[0].dtype)), args)
 
 
-def _previous(update: Atomic, scope: Scope) -> Code:
+def _previous(update: Atomic, scope: FunctionScope) -> Code:
     """An atomic's old value; nests with one in it run in order, never over lanes."""
     place = BufferAccess(update.dst.buffer, update.dst.mins, scope, compile_expr)
     old, new = place.load(), compile_expr(update.value, scope)
@@ -208,7 +208,7 @@ def _true_div(a: Any, b: Any) -> Any:
     return a / b
 
 
-_BUILDERS: dict[type, Callable[[Any, Scope], Code]] = {
+_BUILDERS: dict[type, Callable[[Any, FunctionScope], Code]] = {
     tirx.Var: lambda expr, scope: scope.variable(expr),
     tirx.SizeVar: lambda expr, scope: scope.variable(expr),
     tirx.IntImm: _int_imm,

@@ -16,7 +16,7 @@ from mesh_tensor.tir.effects import refuse_thread_groups
 from mesh_tensor.tir.nodes import function_name
 
 from .expressions import compile_expr
-from .scope import Action, Frame, Scope
+from .scope import Action, Frame, FunctionScope
 from .statements import compile_stmt
 
 Argument = np.ndarray | int | float
@@ -66,7 +66,7 @@ class _Program:
 @lru_cache(maxsize=512)
 def _compiled(func: tirx.PrimFunc, poison: bool) -> _Program:
     refuse_thread_groups(func, "interpret")
-    scope = Scope(poison)
+    scope = FunctionScope(poison)
     with np.errstate(all="ignore"):
         buffers = {hash(param): buffer for param, buffer in func.buffer_map.items()}
         params, shapes = [], []
@@ -110,7 +110,7 @@ def _bind_array(buffer: tirx.Buffer, slot: int) -> Callable[[Frame, Any], None]:
     return bind
 
 
-def _bind_sizes(buffer: tirx.Buffer, scope: Scope) -> list[Callable[[Frame], None]]:
+def _bind_sizes(buffer: tirx.Buffer, scope: FunctionScope) -> list[Callable[[Frame], None]]:
     """What binds the symbolic sizes that nothing has bound so far."""
     actions: list[Callable[[Frame], None]] = []
     source = scope.storage(buffer).slot
@@ -127,7 +127,7 @@ def _size_from(slot: int, source: int, dim: int) -> Callable[[Frame], None]:
     return bind
 
 
-def _check_sizes(buffer: tirx.Buffer, scope: Scope) -> list[Callable[[Frame], None]]:
+def _check_sizes(buffer: tirx.Buffer, scope: FunctionScope) -> list[Callable[[Frame], None]]:
     source, sizes = scope.storage(buffer).slot, [compile_expr(n, scope) for n in buffer.shape]
 
     def check(frame: Frame) -> None:

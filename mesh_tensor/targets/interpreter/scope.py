@@ -75,7 +75,7 @@ class Storage:
 
 
 @dataclass
-class Scope:
+class FunctionScope:
     """The names of one function."""
 
     poison: bool
@@ -209,7 +209,7 @@ def nothing(frame: Frame) -> None:
     """The action of statements without effect."""
 
 
-def jump(signal: type[Exception], scope: Scope) -> Action:
+def jump(signal: type[Exception], scope: FunctionScope) -> Action:
     """An action that raises `signal`, for the loop around it to catch."""
     scope.jumps = True
 

@@ -33,9 +33,9 @@ from .scope import (
     Code,
     Continue,
     Frame,
+    FunctionScope,
     Lane,
     Return,
-    Scope,
     constant,
     in_turn,
     jump,
@@ -52,7 +52,7 @@ _JUMPS = {
 }
 
 
-def compile_stmt(stmt: tirx.Stmt, scope: Scope) -> Action:
+def compile_stmt(stmt: tirx.Stmt, scope: FunctionScope) -> Action:
     """`stmt` as a closure."""
     build = _BUILDERS.get(type(stmt))
     if build is None:
@@ -60,11 +60,11 @@ def compile_stmt(stmt: tirx.Stmt, scope: Scope) -> Action:
     return build(stmt, scope)
 
 
-def _seq(stmt: tirx.SeqStmt, scope: Scope) -> Action:
+def _seq(stmt: tirx.SeqStmt, scope: FunctionScope) -> Action:
     return in_turn([a for a in [compile_stmt(s, scope) for s in stmt.seq] if a is not nothing])
 
 
-def _for(stmt: tirx.For, scope: Scope) -> Action:
+def _for(stmt: tirx.For, scope: FunctionScope) -> Action:
     if not scope.axes:
         axes = lanes_of(stmt)
         if hash(stmt.loop_var) in axes:
@@ -77,7 +77,7 @@ def _for(stmt: tirx.For, scope: Scope) -> Action:
     return _python_loop(stmt, scope)
 
 
-def _python_loop(stmt: tirx.For, scope: Scope) -> Action:
+def _python_loop(stmt: tirx.For, scope: FunctionScope) -> Action:
     low, extent = compile_expr(stmt.min, scope), compile_expr(stmt.extent, scope)
     if low.varies or extent.varies:
         return _ragged_loop(stmt, low, extent, scope)
@@ -94,7 +94,7 @@ def _python_loop(stmt: tirx.For, scope: Scope) -> Action:
     return until(Break, run) if scope.jumps else run
 
 
-def _ragged_loop(stmt: tirx.For, low: Code, extent: Code, scope: Scope) -> Action:
+def _ragged_loop(stmt: tirx.For, low: Code, extent: Code, scope: FunctionScope) -> Action:
     """A loop over lanes that don't all run as many iterations: those that are done are masked off."""
     slot = scope.define(stmt.loop_var, low.varies)
     body = compile_stmt(stmt.body, scope)
@@ -109,7 +109,7 @@ def _ragged_loop(stmt: tirx.For, low: Code, extent: Code, scope: Scope) -> Actio
     return run
 
 
-def _lane_loop(stmt: tirx.For, scope: Scope) -> Action:
+def _lane_loop(stmt: tirx.For, scope: FunctionScope) -> Action:
     low, extent = compile_expr(stmt.min, scope), compile_expr(stmt.extent, scope)
     known = None
     if low.const is not None and extent.const is not None:
@@ -136,7 +136,7 @@ def _lane_loop(stmt: tirx.For, scope: Scope) -> Action:
     return run
 
 
-def _while(stmt: tirx.While, scope: Scope) -> Action:
+def _while(stmt: tirx.While, scope: FunctionScope) -> Action:
     condition, body = compile_expr(stmt.condition, scope), compile_stmt(stmt.body, scope)
     body = until(Continue, body) if scope.jumps else body
 
@@ -147,7 +147,7 @@ def _while(stmt: tirx.While, scope: Scope) -> Action:
     return until(Break, run) if scope.jumps else run
 
 
-def _if(stmt: tirx.IfThenElse, scope: Scope) -> Action:
+def _if(stmt: tirx.IfThenElse, scope: FunctionScope) -> Action:
     condition, then = compile_expr(stmt.condition, scope), compile_stmt(stmt.then_case, scope)
     otherwise = nothing if stmt.else_case is None else compile_stmt(stmt.else_case, scope)
 
@@ -166,7 +166,7 @@ def _if(stmt: tirx.IfThenElse, scope: Scope) -> Action:
     return lanes if condition.varies else scalar
 
 
-def _bind(stmt: tirx.Bind, scope: Scope) -> Action:
+def _bind(stmt: tirx.Bind, scope: FunctionScope) -> Action:
     value = stmt.value
     if op_name(value) == "tl.launch_thread_idx":
         scope.threads.add(stmt.var)
@@ -186,11 +186,11 @@ def _bind(stmt: tirx.Bind, scope: Scope) -> Action:
     return lanes if code.varies else scalar
 
 
-def _store(stmt: tirx.BufferStore, scope: Scope) -> Action:
+def _store(stmt: tirx.BufferStore, scope: FunctionScope) -> Action:
     return BufferAccess(stmt.buffer, stmt.indices, scope, compile_expr).store(compile_expr(stmt.value, scope))
 
 
-def _update(op: Atomic, scope: Scope) -> Action:
+def _update(op: Atomic, scope: FunctionScope) -> Action:
     """An atomic update of one element per lane."""
     access = BufferAccess(op.dst.buffer, op.dst.mins, scope, compile_expr)
     old, new = access.load(), compile_expr(op.value, scope)
@@ -200,7 +200,7 @@ def _update(op: Atomic, scope: Scope) -> Action:
     )
 
 
-def _evaluate(stmt: tirx.Evaluate, scope: Scope) -> Action:
+def _evaluate(stmt: tirx.Evaluate, scope: FunctionScope) -> Action:
     op = parse_tile_op(stmt)
     if isinstance(op, Atomic) and is_element_update(op):
         return _update(op, scope)
@@ -227,17 +227,17 @@ def _evaluate(stmt: tirx.Evaluate, scope: Scope) -> Action:
     raise MeshTensorError(f"the interpreter does not know the operation {name or stmt.value}:\n{stmt}")
 
 
-def _report(call: tirx.Call, scope: Scope) -> Action:
+def _report(call: tirx.Call, scope: FunctionScope) -> Action:
     report, numbers = report_of(call)
     codes = [compile_expr(number, scope) for number in numbers]
     return lambda frame: tell(report, [code.run(frame) for code in codes])
 
 
-def _attr(stmt: tirx.AttrStmt, scope: Scope) -> Action:
+def _attr(stmt: tirx.AttrStmt, scope: FunctionScope) -> Action:
     return compile_stmt(without_thread_tests(stmt.body, scope.threads) if is_print(stmt) else stmt.body, scope)
 
 
-def _block_realize(stmt: tirx.SBlockRealize, scope: Scope) -> Action:
+def _block_realize(stmt: tirx.SBlockRealize, scope: FunctionScope) -> Action:
     block = stmt.block
     if block.init is not None or block.match_buffers:
         raise MeshTensorError(f"block {block.name_hint!r} has an init or match_buffer: not a TileLang kernel's")
@@ -260,7 +260,7 @@ def _block_realize(stmt: tirx.SBlockRealize, scope: Scope) -> Action:
     return until(Return, run) if block.name_hint == "tilelang_root" else run
 
 
-def _allocation(buffer: tirx.Buffer, scope: Scope) -> Action:
+def _allocation(buffer: tirx.Buffer, scope: FunctionScope) -> Action:
     if buffer.scope() == "global":
         raise MeshTensorError(f"the interpreter has no global memory for {buffer.name!r}: make it a parameter")
     extents = [compile_expr(n, scope) for n in buffer.shape]
@@ -274,11 +274,11 @@ def _allocation(buffer: tirx.Buffer, scope: Scope) -> Action:
     return run
 
 
-def _alloc_buffer(stmt: Any, scope: Scope) -> Action:
+def _alloc_buffer(stmt: Any, scope: FunctionScope) -> Action:
     return _allocation(stmt.buffer, scope)
 
 
-def _assert(stmt: tirx.AssertStmt, scope: Scope) -> Action:
+def _assert(stmt: tirx.AssertStmt, scope: FunctionScope) -> Action:
     condition = compile_expr(stmt.condition, scope)
     message = "".join(part.value for part in stmt.message_parts)
 
@@ -289,7 +289,7 @@ def _assert(stmt: tirx.AssertStmt, scope: Scope) -> Action:
     return run
 
 
-_BUILDERS: dict[type, Callable[[Any, Scope], Action]] = {
+_BUILDERS: dict[type, Callable[[Any, FunctionScope], Action]] = {
     tirx.SeqStmt: _seq,
     tirx.For: _for,
     tirx.While: _while,

@@ -17,10 +17,10 @@ from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, S
 from .access import box_view, read_box, write_box
 from .expressions import compile_expr
 from .intrinsics import UFUNCS, assign, convert, wide
-from .scope import Action, Code, Frame, Scope, Storage, constant
+from .scope import Action, Code, Frame, FunctionScope, Storage, constant
 
 
-def compile_tile_op(op: TileOp, scope: Scope) -> Action:
+def compile_tile_op(op: TileOp, scope: FunctionScope) -> Action:
     """A tile operation as a closure."""
     return _BUILDERS[type(op)](op, scope)
 
@@ -59,7 +59,7 @@ class _Box:
             write_box(array, self.mins(frame), self.extents(frame), block, self.storage)
 
 
-def _box(region: Region, scope: Scope, base: Region | None = None) -> _Box:
+def _box(region: Region, scope: FunctionScope, base: Region | None = None) -> _Box:
     """A region; its long dims have the extents of `base`'s, if that is given."""
     sizes: list[tirx.PrimExpr | None] = [None] * len(region.mins)
     base = region if base is None else base
@@ -106,21 +106,21 @@ def _base(src: Region, dst: Region) -> Region:
     return deeper(src, dst)
 
 
-def _copy(op: Copy, scope: Scope) -> Action:
+def _copy(op: Copy, scope: FunctionScope) -> Action:
     base = _base(op.src, op.dst)
     src, dst = _box(op.src, scope, base), _box(op.dst, scope, base)
     outside = scope.safe_values.get(hash(op.src.buffer.data), constant(0)).run
     return lambda frame: dst.write(frame, src.read(frame, outside(frame)))
 
 
-def _transpose(op: Transpose, scope: Scope) -> Action:
+def _transpose(op: Transpose, scope: FunctionScope) -> Action:
     src, dst = _box(op.src, scope), _box(op.dst, scope)
     if len(op.src.long_dims) < 2 or len(op.src.long_dims) != len(op.dst.long_dims):
         raise MeshTensorError(f"the interpreter can't transpose {op.src.buffer.name} into {op.dst.buffer.name}")
     return lambda frame: dst.write(frame, src.read(frame, 0).swapaxes(-1, -2))
 
 
-def _fill(op: Fill, scope: Scope) -> Action:
+def _fill(op: Fill, scope: FunctionScope) -> Action:
     dst, value = _box(op.dst, scope), compile_expr(op.value, scope)
 
     def run(frame: Frame) -> None:
@@ -132,7 +132,7 @@ def _fill(op: Fill, scope: Scope) -> Action:
     return run
 
 
-def _gemm(op: Gemm, scope: Scope) -> Action:
+def _gemm(op: Gemm, scope: FunctionScope) -> Action:
     a, b, c = _box(op.a, scope), _box(op.b, scope), _box(op.dst, scope)
     dtypes = [numpy_dtype(r.buffer.dtype) for r in (op.a, op.b, op.dst)]
     work = _gemm_dtype(*dtypes)
@@ -158,7 +158,7 @@ def _matrix(view: np.ndarray, transposed: bool) -> np.ndarray:
     return matrix.T if transposed else matrix
 
 
-def _reduce(op: Reduce, scope: Scope) -> Action:
+def _reduce(op: Reduce, scope: FunctionScope) -> Action:
     src, dst = _box(op.src, scope), _box(op.dst, scope)
     if op.reduction not in UFUNCS:
         raise MeshTensorError(f"the interpreter does not know the reduction {op.reduction!r}")
@@ -176,7 +176,7 @@ def _reduce(op: Reduce, scope: Scope) -> Action:
     return run
 
 
-def _scan(op: Scan, scope: Scope) -> Action:
+def _scan(op: Scan, scope: FunctionScope) -> Action:
     src, dst, combine = _box(op.src, scope), _box(op.dst, scope), UFUNCS[op.reduction]
     dtype = numpy_dtype(op.dst.buffer.dtype)
 
@@ -190,7 +190,7 @@ def _scan(op: Scan, scope: Scope) -> Action:
     return run
 
 
-def _atomic(op: Atomic, scope: Scope) -> Action:
+def _atomic(op: Atomic, scope: FunctionScope) -> Action:
     combine, dtype = UFUNCS[op.reduction], numpy_dtype(op.dst.buffer.dtype)
     if not isinstance(op.value, Region):
         dst, value = _box(op.dst, scope), compile_expr(op.value, scope)
@@ -206,7 +206,7 @@ def _atomic(op: Atomic, scope: Scope) -> Action:
     return run
 
 
-_BUILDERS: dict[type, Callable[[Any, Scope], Action]] = {
+_BUILDERS: dict[type, Callable[[Any, FunctionScope], Action]] = {
     Copy: _copy,
     Fill: _fill,
     Gemm: _gemm,

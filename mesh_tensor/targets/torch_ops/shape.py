@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.manual import OF_DEVICE
 
 from ..dtypes import torch_dtype
 from ..tile_memory import LARGE, empty_tile
@@ -20,6 +21,12 @@ Tensor = torch.Tensor
 def _reshape(call: OpCall) -> Function:
     shape = call.outputs[0].shape
     return lambda x: x.reshape(shape)
+
+
+@torch_op(OF_DEVICE)
+def _of_device(call: OpCall) -> Function:
+    place = call.literals[-1]
+    return lambda x: x[place]
 
 
 @torch_op("permute_dims")

@@ -49,9 +49,9 @@ def rule_raises_on_one_rank(rank: int) -> list[str]:
         for old, now in ((before, run.weights()), (gradients, run.gradients())):
             assert all(torch.equal(old[name], now[name]) for name in old)
     texts.append(refusal(lambda: run.update(raising)))
-    assert {state["steps"] for state in run._weights._states.values()} == {1}
+    assert {state["steps"] for state in run._weights.of_rules.values()} == {1}
     run.update(descend, max_norm=0.5)
-    assert {state["steps"] for state in run._weights._states.values()} == {2}
+    assert {state["steps"] for state in run._weights.of_rules.values()} == {2}
     check(run, run.weights())
     return texts
 

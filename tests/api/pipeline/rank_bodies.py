@@ -11,7 +11,7 @@ import torch
 
 import mesh_tensor as mt
 from mesh_tensor import MeshTensorError
-from tests.api.pipeline.models import chain, chain_loss
+from tests.api.pipeline.models import Normed, chain, chain_loss
 from tests.runtime.ranks.support import refusal
 
 TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 2}}
@@ -111,6 +111,54 @@ def keeps(rank: int) -> dict[str, list[str]]:
     return found
 
 
+def momentum(weight: Any, gradient: Any, state: dict[str, Any]) -> Any:
+    """A rule that keeps a number and a tensor."""
+    state["steps"] = state.get("steps", 0) + 1
+    state["m"] = 0.9 * state["m"] + gradient if "m" in state else gradient
+    return weight - 0.1 * state["m"]
+
+
+def writes(rank: int) -> str:
+    """Statistics, and what rules keep, are those of the virtual topology bit for bit; a call that raises on one rank,
+    after its own actions, leaves all as they were; a state goes to another pipeline. What one rank is told that loads
+    another state."""
+    from mesh_tensor.api.pipeline.carriers import RankCarrier
+
+    module = mt.from_torch(torch.export.export(Normed(True), batch(4)))
+    virtual, run, other = (
+        mt.pipeline(
+            module, TOPOLOGY, ["fcs.1"], {"x": {"d": 0}, "y": {"d": 0}}, microbatches=3, train=True, ranks=ranks,
+            schedule=schedule, per_microbatch=["norms.0", "norms.1", "fcs.1"],
+        )
+        for ranks, schedule in ((False, "1f1b"), (True, "1f1b"), (True, "zb-h1"))
+    )  # fmt: skip
+    for used in (run, other):
+        inputs = batch(12)
+        assert torch.equal(used(*inputs), virtual(*inputs))
+        virtual.update(momentum)
+        used.update(momentum)
+        wanted, state = virtual.state_dict(), used.state_dict()
+        assert wanted.keys() == state.keys()
+        assert "update.m.fcs.2.weight" in state
+        assert state["update.steps.fcs.0.bias"] == (2 if used is other else 1)
+        assert all(torch.equal(torch.as_tensor(wanted[name]), torch.as_tensor(state[name])) for name in wanted)
+        other.load_state_dict(state)
+
+    def unlucky(*_: Any) -> Any:
+        raise MeshTensorError("out of luck")
+
+    whole = RankCarrier.whole
+    if rank == 3:
+        RankCarrier.whole = unlucky  # type: ignore[method-assign]
+    refusal(lambda: other(*batch(12)))
+    RankCarrier.whole = whole  # type: ignore[method-assign]
+    mt.resume(other.topology)
+    after = other.state_dict()
+    assert all(torch.equal(torch.as_tensor(state[name]), torch.as_tensor(after[name])) for name in state)
+    bad = {**state, "fcs.0.bias": state["fcs.0.bias"] + (2 if rank == 1 else 1)}
+    return refusal(lambda: other.load_state_dict(bad))
+
+
 def same_or_refused(rank: int) -> tuple[dict[str, float], str]:
     """`same_as_virtual`, then another schedule on one rank."""
     found = same_as_virtual(rank)
@@ -196,6 +244,7 @@ def on_four(rank: int) -> dict[str, Any]:
     return {
         "same or refused": same_or_refused(rank),
         "keeps": keeps(rank),
+        "writes": writes(rank),
         "not finite": not_finite_on_one_mesh(rank),
         "raises in an action": raises_in_an_action(rank),
     }

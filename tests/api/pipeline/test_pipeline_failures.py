@@ -21,15 +21,6 @@ def refusal(*args, **options):
     return str(raised.value)
 
 
-def test_a_model_that_writes_statistics():
-    """They would stay as they were, and be results."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    module = mt.from_torch(torch.export.export(model, (torch.randn(3, 4),)))
-    message = refusal(module, TOPOLOGY, ["0"])
-    assert "the model writes '1.running_mean'" in message
-    assert "track_running_stats=False and per_microbatch=" in message
-
-
 @pytest.mark.parametrize(
     ("stages", "facts"),
     [

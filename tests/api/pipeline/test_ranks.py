@@ -43,6 +43,11 @@ def test_what_torch_keeps_goes_from_forward_to_backward(on_four):
             assert names.count("W +0") == (4 if later == "I" else 0), names
 
 
+def test_what_a_model_writes_is_that_of_the_virtual_topology_on_all_ranks(on_four):
+    for message in [each["writes"] for each in on_four]:
+        assert "values of the state differ between ranks: ranks 0, 2, 3: " in message
+
+
 def test_meshes_of_different_sizes_and_tied_weights(on_three):
     losses = [each["uneven"] for each in on_three]
     assert losses == [losses[0]] * 3

@@ -175,6 +175,6 @@ def test_in_16_bits(name):
 def test_every_operator_has_a_gradient_or_is_known_to_have_none():
     without = {name for name in rules if not has_gradient(name) and not stops_gradients(name) and name != VJP}
     unrolled = {name for name in rules if name.startswith("loop.")}  # tests/plan/test_loops.py
-    manual = {"mesh.per_device", "mesh.all_devices", "mesh.of_device"}  # tests/plan/test_manual.py
+
     sized_by_data = {"mesh.nonzero", "mesh.unique", "mesh.dynamic_strided_slice"}
-    assert without - unrolled == set(CONSTANT.split()) | manual | sized_by_data
+    assert without - unrolled == set(CONSTANT.split()) | sized_by_data

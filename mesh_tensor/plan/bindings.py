@@ -1,0 +1,173 @@
+"""Bindings: the nodes of one function's bindings, an expression at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tvm import ir, relax
+
+from mesh_tensor.annotations.manual import experts_of, is_manual
+from mesh_tensor.base.errors import refuse
+from mesh_tensor.rules.operator.call import (
+    OpCall,
+    op_call,
+    op_name,
+    tensor_infos,
+    tensor_types,
+    with_known_sizes,
+    with_said_sizes,
+)
+
+from .ir import Scopes, Tree, Value, leaves
+from .manual import Region, is_collective
+from .manual_reader import ManualReader
+
+if TYPE_CHECKING:
+    from .reader import GraphReader
+
+
+class Bindings:
+    """One function's bindings, where variables are the values of `env`."""
+
+    def __init__(
+        self,
+        reader: GraphReader,
+        function: str,
+        env: dict[relax.Var, Tree],
+        scopes: Scopes,
+        region: Region | None,
+    ) -> None:
+        self._reader, self._function, self.env, self._scopes = reader, function, env, scopes
+        self._region = region
+
+    def expression(self, expr: relax.Expr, name: str = "result") -> Tree:
+        """What an expression is; its operators become nodes."""
+        read = _READ.get(type(expr))
+        if read is not None:
+            return read(self, expr, name)
+        return refuse(
+            f"{type(expr).__name__} can't be distributed",
+            where=f"{self._function}.{name} = {expr}",
+            fix="use operators, call_tir, calls of the module's functions, tuples and If",
+        )
+
+    def variable(self, expr: relax.Var, name: str) -> Tree:
+        """What is bound to it."""
+        return self.env[expr]
+
+    def constant(self, expr: relax.Constant, name: str) -> Tree:
+        """The value of a constant, the same at all its uses."""
+        return self._reader.constant(expr)
+
+    def fields(self, expr: relax.Tuple, name: str) -> Tree:
+        """Its fields."""
+        return tuple(self.expression(field, name) for field in expr.fields)
+
+    def field(self, expr: relax.TupleGetItem, name: str) -> Tree:
+        """The field of a tuple."""
+        tree = self.expression(expr.tuple_value, name)
+        assert isinstance(tree, tuple)
+        return tree[expr.index]
+
+    def sequence(self, expr: relax.SeqExpr, name: str) -> Tree:
+        """What it ends with, after its bindings."""
+        bindings = [binding for block in expr.blocks[:] for binding in block.bindings[:]]
+        casts = {b.value: b.struct_info for b in bindings if isinstance(b, relax.MatchCast)}
+        for binding in bindings:
+            self.bind(binding, casts.get(binding.var, casts.get(binding.value)) if casts else None)
+        return self.expression(expr.body, name)
+
+    def bind(self, binding: relax.Binding, cast: relax.StructInfo | None = None) -> None:
+        """Read a binding; `cast`: the type that the module says its value has."""
+        self.env[binding.var] = self.expression(with_said_sizes(binding.value, cast), binding.var.name_hint)
+        if isinstance(binding, relax.MatchCast):
+            self._check_cast(binding)
+
+    def _check_cast(self, binding: relax.MatchCast) -> None:
+        """Sizes are known: a value is what it is said to be, and the cast only gives a name."""
+        name = binding.var.name_hint
+        wanted, found = tensor_types(binding.struct_info, name), tuple(v.type for v in leaves(self.env[binding.var]))
+        if wanted != found:
+            texts = [", ".join(f"{list(one.shape)} {one.dtype}" for one in types) for types in (found, wanted)]
+            refuse(
+                f"{name!r} is {texts[0]}, but the module says it is {texts[1]}",
+                where=f"{self._function}.{name}",
+                why="a size lies outside of what the module was made for",
+                fix="call it with sizes that it can take",
+            )
+
+    def call(self, expr: relax.Call, name: str) -> Tree:
+        """The results of an operator, which becomes a node, or of a function's."""
+        if not isinstance(expr.op, ir.Op):
+            return self._function_call(expr.op, expr.args[:], name)
+        if isinstance(expr.struct_info, relax.ShapeStructInfo) and expr.struct_info.values is not None:
+            return ()  # a shape of known sizes: who takes it has them from its type
+        if is_collective(expr) and (self._reader.experts or not is_manual(expr) or experts_of(expr) is None):
+            reader = ManualReader(self._reader, self._function, self._scopes, self._region, self.expression)
+            return reader.read(expr, name)
+        expr, called = with_known_sizes(expr, f"{self._function}.{name}"), op_name(expr.op)
+        if isinstance(expr, relax.Constant):
+            return self._reader.constant(expr)
+        args, info = expr.args[:], expr.struct_info
+        inputs = self._operands(args, name)
+        call = OpCall(called, expr, tuple([operand.type for operand in inputs]), tensor_types(info, called))
+        kernel = self._reader.kernel(args[0]) if called == "call_tir" else None
+        outputs = self._reader.add(call, inputs, self._function, name, self._scopes, kernel)
+        return tuple(outputs) if isinstance(info, relax.TupleStructInfo) else outputs[0]
+
+    def _function_call(self, op: relax.Expr, args: list[relax.Expr], name: str) -> Tree:
+        if not isinstance(op, ir.GlobalVar):
+            refuse(
+                f"a call of {op} can't be distributed",
+                where=f"{self._function}.{name}",
+                fix="call operators and functions of the module by name",
+            )
+        return self._reader.enter(
+            op.name_hint, [self.expression(arg, name) for arg in args], self._scopes, self._region
+        )
+
+    def _operands(self, args: list[relax.Expr], name: str) -> list[Value]:
+        """The tensors among a call's arguments; a variable of the module's always has some."""
+        found: list[Value] = []
+        for arg in args:
+            if isinstance(arg, relax.Var):
+                found += leaves(self.env[arg])
+            elif tensor_infos(arg.struct_info):
+                found += leaves(self.expression(arg, name))
+        return found
+
+    def shape(self, expr: relax.ShapeExpr, name: str) -> Tree:
+        """Nothing: who takes it has the sizes from its type."""
+        return ()
+
+    def branches(self, expr: relax.If, name: str) -> Tree:
+        """Both branches are computed (Relax is pure), then one is taken."""
+        cond = self.expression(expr.cond, name)
+        then, other = (self.expression(branch, name) for branch in (expr.true_branch, expr.false_branch))
+        assert isinstance(cond, Value)
+        return self._select(cond, then, other, name)
+
+    def _select(self, cond: Value, then: Tree, other: Tree, name: str) -> Tree:
+        if isinstance(then, tuple) and isinstance(other, tuple):
+            return tuple(self._select(cond, a, b, name) for a, b in zip(then, other, strict=True))
+        assert isinstance(then, Value)
+        assert isinstance(other, Value)
+        operands = [cond, then, other]
+        stand_ins = [v.variable() for v in operands]
+        call = relax.BlockBuilder().normalize(relax.op.where(*stand_ins))
+        return self._reader.add(op_call(call), operands, self._function, name, self._scopes)[0]
+
+
+# By kind of expression: how it is read, given the name of what it is bound to.
+_READ: dict[type, Callable[[Bindings, relax.Expr, str], Tree]] = {
+    relax.SeqExpr: Bindings.sequence,
+    relax.Var: Bindings.variable,
+    relax.DataflowVar: Bindings.variable,
+    relax.Constant: Bindings.constant,
+    relax.Tuple: Bindings.fields,
+    relax.TupleGetItem: Bindings.field,
+    relax.If: Bindings.branches,
+    relax.ShapeExpr: Bindings.shape,
+    relax.Call: Bindings.call,
+}
