@@ -1,6 +1,6 @@
 """Random kernels, compositions of what the planner knows, kernels over tiles, programs, modules, loops, training,
-pipelines, corrupt files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`; histories of training on ranks
-where they are asked for.
+pipelines, corrupt files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`; where they are asked for,
+histories of training on ranks.
 
 Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
 made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
