@@ -1,7 +1,8 @@
 """Values that are bound to a variable and used in one statement of the same nest: `gain = x[j] * 2; s[j] += gain`.
 
-For analysis they go where they are used, so that a statement says all that it computes. That changes nothing if what
-they load is not written in between.
+They go where they are used, so that a statement says all that it computes. That changes nothing if what they load is
+not written in between, by this thread or another one: where threads may wait for each other, values of what they share
+stay where they are, and so do those of other places of what the statement writes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from tvm import tirx
 
 from .effects import op_name, pointers, side_effect, written
-from .nodes import loads, nodes
+from .nodes import loads, nodes, same_expression
 from .rewrite import sequence
 
 _CHEAP = ("tirx.if_then_else",)
@@ -48,9 +49,25 @@ def _only_user(stmts: list[tirx.Stmt], at: int) -> int | None:
     ((user, count),) = uses
     if (count > 1 and not _is_cheap(bind.value)) or side_effect(stmts[user]) is not None:
         return None
+    if _meets_other_threads(bind.value, stmts[at + 1 : user], stmts[user]):
+        return None
     read = {load.buffer.data for load in loads(bind.value)}
     changed = {var for stmt in stmts[at + 1 : user] for var in (*(b.data for b in written(stmt)), *pointers(stmt))}
     return None if read & changed else user
+
+
+def _meets_other_threads(value: tirx.PrimExpr, between: list[tirx.Stmt], user: tirx.Stmt) -> bool:
+    """Whether other threads may write what a value loads before the user does, if it is loaded there."""
+    shared = [load for load in loads(value) if not load.buffer.scope().startswith("local")]
+    waits = any(nodes(stmt, tirx.Evaluate) for stmt in between)
+    return any(waits or (isinstance(user, tirx.BufferStore) and _is_elsewhere(load, user)) for load in shared)
+
+
+def _is_elsewhere(load: tirx.BufferLoad, store: tirx.BufferStore) -> bool:
+    """Whether another element may be loaded than is stored, of the same memory."""
+    if not load.buffer.data.same_as(store.buffer.data):
+        return False
+    return not (load.buffer.same_as(store.buffer) and all(map(same_expression, load.indices, store.indices)))
 
 
 def _uses(stmt: tirx.Stmt, var: tirx.Var) -> int:

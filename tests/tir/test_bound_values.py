@@ -35,6 +35,12 @@ def test_by_way_of_another_variable_and_into_its_own_source():
 LOOP = tirx.Var("i", "int32")
 STAYS = {
     "what it loads is written in between": [tirx.Bind(VAR, LOAD), store(tirx.FloatImm("float32", 0), A), store(VAR)],
+    "threads wait in between": [
+        tirx.Bind(VAR, LOAD),
+        tirx.Evaluate(tirx.call_intrin("int32", "tirx.tvm_storage_sync", tirx.StringImm("shared"))),
+        store(VAR),
+    ],
+    "a place that others write": [tirx.Bind(VAR, tirx.BufferLoad(A, [tirx.IntImm("int32", 1)])), store(VAR, A)],
     "two users": [tirx.Bind(VAR, LOAD), store(VAR), store(VAR, A)],
     "in a loop of its own": [tirx.Bind(VAR, LOAD), tirx.For(LOOP, 0, 4, tirx.ForKind.SERIAL, store(VAR))],
     "dear, and twice": [tirx.Bind(VAR, tirx.exp(LOAD)), store(VAR * VAR)],

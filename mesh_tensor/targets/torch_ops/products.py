@@ -45,6 +45,7 @@ def _vendor() -> str:
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The operator has no gradients of its own, and takes memory of CPUs."""
-    if not x.is_cpu or torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    if recorded or not x.is_cpu:
         return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
