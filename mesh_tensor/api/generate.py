@@ -3,22 +3,21 @@ one that is drawn by a generator that counts."""
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
 from mesh_tensor.runtime.ambient import undisturbed
 
-from .beams import Beams, BeamSearch
+from .beams import Beams
+from .decoding import Decoding, same_on_ranks
 from .generation_config import stated
 from .generation_functions import OwnFunctions
 from .mesh_module import MeshModule
+from .sampling import Sampling
 
 _BY_ROW = ("keys_", "values_")  # what a module keeps for each row of its batch
 
@@ -112,10 +111,10 @@ def generate(
     batch, length = _room(run, ids, mask, most)
     beams = _beams(run, said, sampling, batch)
     own = OwnFunctions.of(run, said.get("stop_strings"), tokenizer, stopping_criteria, logits_processor)
-    _same_on_ranks(run, "arguments of generate", ids, mask, (most, sampling, beams, ends, pad, own.counts))
+    same_on_ranks(run, "arguments of generate", ids, mask, (most, sampling, beams, ends, pad, own.counts))
     at_once = batch // beams.count
     turns = [slice(row, row + at_once) for row in range(0, len(ids), at_once)]
-    drawn = _Drawn(run, sampling, own, ends, pad, batch, length, most)
+    drawn = Decoding(run, sampling, own, ends, pad, batch, length, most)
     ids = ids.to(torch.int64)
     if beams.count == 1:
         made = [drawn.rows(ids[turn], mask[turn], turn.start) for turn in turns]
@@ -123,101 +122,6 @@ def generate(
         made = [drawn.best(ids[turn], mask[turn], beams) for turn in turns]
     widest = max(rows.shape[1] for rows in made)
     return torch.cat([torch.nn.functional.pad(rows, (0, widest - rows.shape[1]), value=pad) for rows in made])
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """What follows prompts: `batch` rows of `length` positions at a time, and at most `most` tokens."""
-
-    run: MeshModule
-    sampling: Sampling
-    own: OwnFunctions
-    ends: tuple[int, ...]
-    pad: int
-    batch: int
-    length: int
-    most: int
-
-    def rows(self, ids: torch.Tensor, mask: torch.Tensor, first: int) -> torch.Tensor:
-        """At most `batch` prompts, the first of which has the number `first`, and the tokens that follow."""
-        count = len(ids)
-        ended = torch.arange(self.batch) >= count
-        model = _Model(self.run, ids, mask, self.batch, self.length)
-        for number in range(self.most):
-            logits = self.sampling.adjusted(model.logits(), *model.has, number, self.ends)
-            logits = self.own.processed(model.has[0][:count], logits)
-            tokens = torch.where(ended, self.pad, self.sampling.tokens(logits, number, first).cpu())
-            _same_on_ranks(self.run, f"token {number}", tokens)
-            model.take(tokens)
-            ended = ended | torch.isin(tokens, torch.tensor(self.ends, dtype=torch.int64))
-            if self.own.criteria:
-                ended[:count] |= self.own.ended(model.ids[:count])
-                _same_on_ranks(self.run, f"rows that end with token {number}", ended)
-            if bool(ended.all()):
-                break
-        return model.ids[:count]
-
-    def best(self, ids: torch.Tensor, mask: torch.Tensor, beams: Beams) -> torch.Tensor:
-        """At most `batch` rows of beams, and what follows their prompts best."""
-        search = BeamSearch(beams, ids, self.most, len(self.ends))
-        ids, mask = (tensor.repeat_interleave(beams.count, dim=0) for tensor in (ids, mask))
-        count, ends = len(ids), torch.tensor(self.ends, dtype=torch.int64)
-        model = _Model(self.run, ids, mask, self.batch, self.length)
-
-        def ended(made: torch.Tensor) -> torch.Tensor:
-            return torch.isin(made[:, -1], ends) | self.own.ended(made)
-
-        for number in range(self.most):
-            logits = self.sampling.checked(model.logits(), number).to("cpu", torch.float32)
-            scores = self.sampling.adjusted(logits.log_softmax(-1), *model.has, number, self.ends)
-            places, tokens = search.step(self.own.processed(model.has[0][:count], scores)[:count], ended)
-            _same_on_ranks(self.run, f"token {number}", places, tokens, search.is_over)
-            if search.is_over:
-                break
-            model.go_on_from(places)
-            model.take(tokens)
-        return search.best(self.pad)
-
-
-class _Model:
-    """Calls of a module: prompts (rows, positions) first, then what follows them token by token; the last row fills the
-    batch up."""
-
-    def __init__(self, run: MeshModule, ids: torch.Tensor, mask: torch.Tensor, batch: int, length: int) -> None:
-        self._batch, places = batch, torch.arange(batch).clamp(max=len(ids) - 1)
-        self.ids = self._next = ids[places]
-        mask = mask[places]
-        self._columns = torch.zeros((batch, length), dtype=torch.int64)
-        self._columns[:, : ids.shape[1]] = mask
-        self._positions = (mask.cumsum(-1) - 1).clamp(min=0).to(torch.int64)
-        self._run, self._filled = run, 0
-        run.reset_state()
-
-    def logits(self) -> torch.Tensor:
-        """Of what follows (batch, vocabulary)."""
-        if self._filled:
-            self._columns[:, self._filled] = 1
-            self._positions = self._positions[:, -1:] + 1
-        made = self._run(self._next, self._columns, self._positions, torch.tensor(self._filled))
-        self._filled = self.ids.shape[1]
-        return made
-
-    @property
-    def has(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ids so far, and which of them are tokens."""
-        return self.ids, self._columns[:, : self.ids.shape[1]] == 1
-
-    def take(self, tokens: torch.Tensor) -> None:
-        """These follow (rows, or the batch)."""
-        self._next = tokens[torch.arange(self._batch).clamp(max=len(tokens) - 1)][:, None]
-        self.ids = torch.cat([self.ids, self._next], dim=1)
-
-    def go_on_from(self, places: torch.Tensor) -> None:
-        """Each row is what the one at its place was. Rows of one prompt take each other's places alone."""
-        places = places[torch.arange(self._batch).clamp(max=len(places) - 1)]
-        self.ids = self.ids[places]
-        if not torch.equal(places, torch.arange(self._batch)):
-            self._run.change_state(lambda _, tensor: tensor[places.to(tensor.device)])
 
 
 def _refuse_unknown(others: Mapping[str, Any]) -> None:
@@ -315,105 +219,3 @@ def _misfits(ids: torch.Tensor, mask: torch.Tensor, new: Any, length: int) -> li
     elif not ids.shape[1] or not bool((mask[:, -1] == 1).all()):
         problems.append("there are prompts without tokens")
     return problems
-
-
-def _same_on_ranks(run: MeshModule, what: str, *found: Any) -> None:
-    """Refuse on all ranks what is not the same on all of them."""
-    words = hashlib.sha256()
-    for item in found:
-        words.update(repr(item.tolist() if isinstance(item, torch.Tensor) else item).encode())
-    run.on_all_ranks(f"{what}, digest {words.hexdigest()[:16]}", lambda _: None)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn from logits, once they are `adjusted`: these over `temperature`, of them the `top_k`
-    largest, of these the fewest that make `top_p` of the probability. With a temperature of 0, the largest (of equals
-    the first).
-
-    A token is a function of its logits, `seed`, its row, and its number in the row: no call depends on another."""
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    min_new_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not 0 < self.repetition_penalty < float("inf"):
-            problems.append(f"repetition_penalty is {shown(self.repetition_penalty)}, but it has to be above 0")
-        if not (isinstance(self.min_new_tokens, int) and self.min_new_tokens >= 0):
-            problems.append(f"min_new_tokens is {shown(self.min_new_tokens)}, but it has to be a number of tokens")
-        if not 0 <= self.temperature < float("inf"):
-            problems.append(f"temperature is {shown(self.temperature)}, but it has to be finite and at least 0")
-        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
-            problems.append(f"top_k is {shown(self.top_k)}, but it has to be a positive number")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            problems.append(f"top_p is {shown(self.top_p)}, but it has to be above 0 and at most 1")
-        if not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 128):
-            problems.append(f"the seed is {shown(self.seed)}, but it has to be a number of 128 bits")
-        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
-            problems.append("top_k and top_p say what is drawn from, but at a temperature of 0 nothing is drawn")
-        if problems:
-            refuse(problems, where="how tokens are drawn", fix="pass temperature=1.0 to draw, 0 for the likeliest")
-
-    def adjusted(
-        self, logits: torch.Tensor, made: torch.Tensor, are: torch.Tensor, number: int, ends: Sequence[int]
-    ) -> torch.Tensor:
-        """The logits (batch, vocabulary) of the `number`th new token, after the ids `made` (batch, positions), of which
-        these `are` tokens: those of tokens that a row has are nearer to the others, and none of `ends` comes too
-        early."""
-        if self.repetition_penalty != 1:
-            logits, count = logits.to(torch.float32), logits.shape[1]
-            has = torch.zeros(len(logits), count + 1, dtype=torch.bool)  # the last one: padding
-            has = has.scatter_(1, torch.where(are, made, count), True)[:, :count].to(logits.device)
-            nearer = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
-            logits = torch.where(has, nearer, logits)
-        if number < self.min_new_tokens and ends:
-            ids = torch.arange(logits.shape[1], device=logits.device)
-            logits = logits.masked_fill(torch.isin(ids, torch.tensor(ends, device=logits.device)), -torch.inf)
-        return logits
-
-    def tokens(self, logits: torch.Tensor, number: int, first: int = 0) -> torch.Tensor:
-        """The next token of each row of the logits (batch, vocabulary), the `number`th of those drawn in it. Rows are
-        counted from `first`.
-
-        Raises:
-            MeshTensorError: logits that are NaN, or rows without a finite one.
-        """
-        self.checked(logits, number)
-        if self.temperature == 0:
-            return logits.argmax(dim=-1)
-        rows = logits.to("cpu", torch.float64).numpy()
-        drawn = [self._drawn(row, index, number) for index, row in enumerate(rows, first)]
-        return torch.tensor(drawn, dtype=torch.int64, device=logits.device)
-
-    @staticmethod
-    def checked(logits: torch.Tensor, number: int) -> torch.Tensor:
-        """The logits, of which each row has a finite one and none is NaN; else refused."""
-        if bool(torch.isinf(logits.amax(dim=-1)).any()) or bool(torch.isnan(logits).any()):
-            refuse(f"logits of token {number} are NaN or infinite", fix="look at the model's weights and inputs")
-        return logits
-
-    def kept(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of one row, the tokens that may be drawn, the likeliest first, and their weights; these sum up to 1 if all
-        are kept."""
-        scaled = (logits - logits.max()) / self.temperature
-        order = np.argsort(-scaled, kind="stable")
-        order = order[np.isfinite(scaled[order])]
-        if self.top_k is not None and self.top_k < len(order):
-            order = order[scaled[order] >= scaled[order[self.top_k - 1]]]
-        weights = np.exp(scaled[order])
-        weights /= weights.sum()
-        if self.top_p is None:
-            return order, weights
-        before = np.concatenate([[0.0], np.cumsum(weights)[:-1]])
-        return order[before < self.top_p], weights[before < self.top_p]
-
-    def _drawn(self, logits: np.ndarray, row: int, number: int) -> int:
-        tokens, weights = self.kept(logits)
-        place = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, row, number])).random()
-        ends = np.cumsum(weights)
-        return int(tokens[min(int(np.searchsorted(ends, place * ends[-1], side="right")), len(tokens) - 1)])

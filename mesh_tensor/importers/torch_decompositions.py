@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,16 +45,24 @@ def decomposed(
 ) -> Any:
     """The program, taken apart but for the operators that are `kept`. `known` are the names of operators that can be
     imported. Where torch's own way may do something else, it is taken."""
-    table = torch.export.default_decompositions()
-    for op in kept:
-        table.pop(op, None)
-    ops = table.materialize()
+    ops = {op: made_of for op, made_of in _decompositions(_composite_ops()).items() if op not in kept}
     if (made := _Decomposition(program, ops, kept, known).made()) is not None:
         return made
-    program = program.run_decompositions(table)
+    program = program.run_decompositions(ops)
     # What torch's own way leaves: loops, and operators that are made of others in two ways.
     left = any(node.target in LOOPS or node.target in ops for node in program.graph.nodes)
     return (_Decomposition(program, ops, kept, known).made() if left else None) or program
+
+
+def _composite_ops() -> frozenset[str]:
+    """The operators that are registered as made of others: programs may add to them at any time."""
+    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+
+
+@lru_cache(maxsize=1)
+def _decompositions(_registered: frozenset[str]) -> Table:
+    """What torch takes apart, of all that is registered: most of the time that the import of a small program takes."""
+    return torch.export.default_decompositions().materialize()
 
 
 class _Decomposition:

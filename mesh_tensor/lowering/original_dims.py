@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count, islice
 from typing import TypeVar
 
 from tvm import tirx
 
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.recent import made_once
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.rules.kernel.computed_places import in_order
@@ -17,6 +19,7 @@ from mesh_tensor.rules.kernel.distribution import distributed
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.granularity import Refined, refined
+from mesh_tensor.rules.kernel.normalize import ANALYSES
 from mesh_tensor.rules.kernel.reader import read_kernel
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims
@@ -45,7 +48,7 @@ def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
     split = [(name, dim) for name, sharding in kernel.asked.items() for dim, axes in enumerate(sharding.dims) if axes]
     whole = {dim for dim in split if analysis.reason_whole(*dim)}
     near = {dim for dim in whole if _is_near(kernel, analysis, dim)}
-    for found in _ways(kernel.func, whole, whole - near) if whole else ():
+    for found in _ways(kernel.func, tuple(sorted(whole)), tuple(sorted(whole - near))) if whole else ():
         after = analyse(found.func)
         still = {dim for dim in split if _reason(found, after, dim)}
         lost = near & still - {dim for dim in still if _reads_windows(found, after, dim)}
@@ -91,19 +94,47 @@ def _in_windows(made: Refined, analysis: Analysis, kernel: Annotated) -> Analysi
     return after if len(smaller) == len(near) else analysis
 
 
-def _ways(func: tirx.PrimFunc, whole: Collection[Dim], computed: Collection[Dim]) -> Iterator[Refined]:
+class _Ways:
+    """Ways to write a kernel, each made when it is first asked for."""
+
+    def __init__(self, make: Callable[[], Iterator[Refined]]) -> None:
+        self._make, self._made = make, list[Refined]()
+        self._left: Iterator[Refined] = make()
+
+    def __iter__(self) -> Iterator[Refined]:
+        for at in count():
+            if at == len(self._made) and not self._has_another():
+                return
+            yield self._made[at]
+
+    def _has_another(self) -> bool:
+        try:
+            found = next(self._left, None)
+        except BaseException:  # which whoever asks next is told too
+            self._left = islice(self._make(), len(self._made), None)
+            raise
+        if found is not None:
+            self._made.append(found)
+        return found is not None
+
+
+@made_once(ANALYSES)
+def _ways(func: tirx.PrimFunc, whole: tuple[Dim, ...], computed: tuple[Dim, ...]) -> _Ways:
     """Other ways to write a kernel, in which more of the dims in `whole` can perhaps be split; `computed`: those of
-    which blocks may be walked in another order."""
-    dims = sorted(whole)
-    yield from refined(func, dims)
-    ordered = in_order(func, sorted(computed)) if computed else None
-    if ordered is not None:
-        yield Refined(ordered, {})
-        yield from refined(ordered, dims)
-    apart = distributed(read_kernel(func))
-    if apart is not None:
-        yield Refined(apart, {})
-        yield from refined(apart, dims)
+    which blocks may be walked in another order. They are the same ones for all layouts, and so is what they are."""
+
+    def made() -> Iterator[Refined]:
+        yield from refined(func, whole)
+        ordered = in_order(func, computed) if computed else None
+        if ordered is not None:
+            yield Refined(ordered, {})
+            yield from refined(ordered, whole)
+        apart = distributed(read_kernel(func))
+        if apart is not None:
+            yield Refined(apart, {})
+            yield from refined(apart, whole)
+
+    return _Ways(made)
 
 
 def _of_own_dims(made: Refined, windows: Mapping[Dim, Read]) -> dict[Dim, Read]:

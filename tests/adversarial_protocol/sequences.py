@@ -84,9 +84,19 @@ def _rank(
             order[step : step + 2] = reversed(order[step : step + 2])
     try:
         for place, step in enumerate(order):
-            outcomes[step] = _call(world, ranks, lane, calls[step], step, here.get(place, ""))
+            fault = here.get(place, "")
+            name = _other(calls, step) if fault == "other" else calls[step]
+            outcomes[step] = _call(world, ranks, lane, name, step, fault)
     except Killed:
         world.kill(ranks.rank)
+
+
+def _other(calls: tuple[str, ...], step: int) -> str:
+    """A kernel that no rank calls at the step, swapped or not, if there is one."""
+    if calls[step] in ("resume", "alone"):
+        return calls[step]
+    near = calls[max(step - 1, 0) : step + 2]
+    return next((name for name in NAMES if name not in near and name != "alone"), calls[step])
 
 
 def _call(world: World, ranks: WorldRanks, lane: int, name: str, step: int, fault: str) -> Outcome:
@@ -97,7 +107,6 @@ def _call(world: World, ranks: WorldRanks, lane: int, name: str, step: int, faul
         world.sleep(5.0)
     if ranks.rank in world.dead:
         raise Killed
-    name = next(n for n in NAMES if n != name) if fault == "other" and name not in ("resume", "alone") else name
     faults.now = _inside(world, fault)
     try:
         if name == "resume":

@@ -5,7 +5,7 @@ import torch
 
 import mesh_tensor as mt
 from kernels.models import llama, llama_decoder
-from mesh_tensor.api.generate import Sampling
+from mesh_tensor.api.sampling import Sampling
 
 CONFIG = llama.Config(batch=3, positions=20)
 GREEDY = Sampling()

@@ -15,9 +15,14 @@ CPU = torch.device("cpu")
 SHAPE = (768, 1024)  # of float32: 3 MiB
 
 
-@pytest.fixture(autouse=True)
-def nothing_left():
+@pytest.fixture(autouse=True, scope="module")
+def no_tiles_of_other_tests():
+    """Those that only cycles hold would be left in the middle of a test."""
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(no_tiles_of_other_tests):
     tile_memory._left.clear()
 
 

@@ -35,7 +35,7 @@ from mesh_tensor.tir.views import resolve_views
 
 from .padded_blocks import narrow
 
-ANALYSES = 32  # of what a kernel is, whatever its layout, that are kept
+ANALYSES = 64  # of what a kernel is, whatever its layout, that are kept
 
 
 def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:

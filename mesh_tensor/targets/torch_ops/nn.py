@@ -85,7 +85,10 @@ def _group_norm(call: OpCall) -> Function:
     dims = (channel + 1, *(dim + (dim > channel) for dim in call.axes(call.attr("axes"))))
     weights = (*parts, *([1] * (data.ndim - channel - 1)))
     if _is_plain(call, channel) and dims == tuple(range(2, data.ndim + 1)):
-        return lambda x, gamma, beta: F.group_norm(x, groups, gamma if scale else None, beta if center else None, eps)
+        # torch.nn.functional's would refuse groups of one element, which are zero before gamma and beta.
+        return lambda x, gamma, beta: torch.group_norm(
+            x, groups, gamma if scale else None, beta if center else None, eps
+        )
 
     def group_norm(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         normal = _normalized(x.reshape(grouped), dims, eps)

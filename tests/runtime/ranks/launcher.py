@@ -4,6 +4,7 @@ Processes come from a fork server that has imported everything, so a launch take
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -90,6 +91,7 @@ def _collect(receivers: list[Connection]) -> list[tuple[str, Any]]:
 def _rank(
     body: Callable[[int], Any], rank: int, count: int, store: str, timeout: float, group: bool, sender: Connection
 ) -> None:
+    gc.freeze()  # what the fork server has imported
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist = torch.distributed

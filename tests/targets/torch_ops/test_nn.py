@@ -93,6 +93,11 @@ CASES = {
         _group_norm,
         tolerance=_LOOSE,
     ),
+    "group_norm of one element": Case(
+        (t(1, 2, 1), t(2), t(2)),
+        lambda x, g, b: op.nn.group_norm(x, g, b, 2, 1, [2], epsilon=1e-3),
+        lambda x, g, b: np.broadcast_to(b[:, None], x.shape),
+    ),
     "group_norm channels last": Case(
         (t(2, 3, 3, 4), t(4), t(4)),
         lambda x, g, b: op.nn.group_norm(x, g, b, 2, -1, [1, 2], epsilon=1e-3),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mesh_tensor.api.generate import Sampling
+from mesh_tensor.api.sampling import Sampling
 from mesh_tensor.base.errors import MeshTensorError
 
 LOGITS = torch.tensor([[0.1, 2.0, -1.0, 2.0, 0.9]])

@@ -1,0 +1,105 @@
+"""Sampling: the next token of each row of logits, the likeliest, or drawn by a generator that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mesh_tensor.base.errors import refuse, shown
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn from logits, once they are `adjusted`: these over `temperature`, of them the `top_k`
+    largest, of these the fewest that make `top_p` of the probability. With a temperature of 0, the largest (of equals
+    the first).
+
+    A token is a function of its logits, `seed`, its row, and its number in the row: no call depends on another."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 < self.repetition_penalty < float("inf"):
+            problems.append(f"repetition_penalty is {shown(self.repetition_penalty)}, but it has to be above 0")
+        if not (isinstance(self.min_new_tokens, int) and self.min_new_tokens >= 0):
+            problems.append(f"min_new_tokens is {shown(self.min_new_tokens)}, but it has to be a number of tokens")
+        if not 0 <= self.temperature < float("inf"):
+            problems.append(f"temperature is {shown(self.temperature)}, but it has to be finite and at least 0")
+        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
+            problems.append(f"top_k is {shown(self.top_k)}, but it has to be a positive number")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            problems.append(f"top_p is {shown(self.top_p)}, but it has to be above 0 and at most 1")
+        if not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 128):
+            problems.append(f"the seed is {shown(self.seed)}, but it has to be a number of 128 bits")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            problems.append("top_k and top_p say what is drawn from, but at a temperature of 0 nothing is drawn")
+        if problems:
+            refuse(problems, where="how tokens are drawn", fix="pass temperature=1.0 to draw, 0 for the likeliest")
+
+    def adjusted(
+        self, logits: torch.Tensor, made: torch.Tensor, are: torch.Tensor, number: int, ends: Sequence[int]
+    ) -> torch.Tensor:
+        """The logits (batch, vocabulary) of the `number`th new token, after the ids `made` (batch, positions), of which
+        these `are` tokens: those of tokens that a row has are nearer to the others, and none of `ends` comes too
+        early."""
+        if self.repetition_penalty != 1:
+            logits, count = logits.to(torch.float32), logits.shape[1]
+            has = torch.zeros(len(logits), count + 1, dtype=torch.bool)  # the last one: padding
+            has = has.scatter_(1, torch.where(are, made, count), True)[:, :count].to(logits.device)
+            nearer = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
+            logits = torch.where(has, nearer, logits)
+        if number < self.min_new_tokens and ends:
+            ids = torch.arange(logits.shape[1], device=logits.device)
+            logits = logits.masked_fill(torch.isin(ids, torch.tensor(ends, device=logits.device)), -torch.inf)
+        return logits
+
+    def tokens(self, logits: torch.Tensor, number: int, first: int = 0) -> torch.Tensor:
+        """The next token of each row of the logits (batch, vocabulary), the `number`th of those drawn in it. Rows are
+        counted from `first`.
+
+        Raises:
+            MeshTensorError: logits that are NaN, or rows without a finite one.
+        """
+        self.checked(logits, number)
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        rows = logits.to("cpu", torch.float64).numpy()
+        drawn = [self._drawn(row, index, number) for index, row in enumerate(rows, first)]
+        return torch.tensor(drawn, dtype=torch.int64, device=logits.device)
+
+    @staticmethod
+    def checked(logits: torch.Tensor, number: int) -> torch.Tensor:
+        """The logits, of which each row has a finite one and none is NaN; else refused."""
+        if bool(torch.isinf(logits.amax(dim=-1)).any()) or bool(torch.isnan(logits).any()):
+            refuse(f"logits of token {number} are NaN or infinite", fix="look at the model's weights and inputs")
+        return logits
+
+    def kept(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of one row, the tokens that may be drawn, the likeliest first, and their weights; these sum up to 1 if all
+        are kept."""
+        scaled = (logits - logits.max()) / self.temperature
+        order = np.argsort(-scaled, kind="stable")
+        order = order[np.isfinite(scaled[order])]
+        if self.top_k is not None and self.top_k < len(order):
+            order = order[scaled[order] >= scaled[order[self.top_k - 1]]]
+        weights = np.exp(scaled[order])
+        weights /= weights.sum()
+        if self.top_p is None:
+            return order, weights
+        before = np.concatenate([[0.0], np.cumsum(weights)[:-1]])
+        return order[before < self.top_p], weights[before < self.top_p]
+
+    def _drawn(self, logits: np.ndarray, row: int, number: int) -> int:
+        tokens, weights = self.kept(logits)
+        place = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, row, number])).random()
+        ends = np.cumsum(weights)
+        return int(tokens[min(int(np.searchsorted(ends, place * ends[-1], side="right")), len(tokens) - 1)])
