@@ -73,8 +73,8 @@ def uncollected(work: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if not gc.isenabled():
             return work(*args, **kwargs)
-        gc.disable()
         try:
+            gc.disable()  # in here: Ctrl-C may come as soon as it returns
             return work(*args, **kwargs)
         finally:
             gc.enable()

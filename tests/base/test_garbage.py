@@ -25,3 +25,17 @@ def test_collection_is_on_again_after_an_error_and_off_where_it_was():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_an_interrupt_right_after_collection_ended(monkeypatch):
+    """Python looks for signals as a call returns, so also as `gc.disable` does."""
+    disable = gc.disable
+
+    def interrupted() -> None:
+        disable()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "disable", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        uncollected(gc.isenabled)()
+    assert gc.isenabled()
