@@ -1,5 +1,6 @@
 """Random kernels, compositions of what the planner knows, kernels over tiles, programs, modules, loops, training,
-pipelines, corrupt files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`.
+pipelines, corrupt files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`; where they are asked for,
+histories of training on ranks.
 
 Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
 made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
@@ -34,6 +35,7 @@ from .random_kernels import check_tiles as tiles
 from .random_kernels import reduction as kernel_reduction
 from .random_modules import check as modules
 from .random_modules import reduction as module_reduction
+from .runtime.ranks import random_histories as histories
 
 #: So many numbers between two lines of output.
 ROUND = 100
@@ -46,14 +48,17 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "loops": loops.make_loop_case,
     "manual_loops": int,
     "training": training.make_training_case,
+    "histories": histories.make_history,
     "pipelines": pipeline_models.make_fuzz_case,
     "files": int,
     "ranks": ranks.make_sequence,
 }
 KINDS = tuple(MAKERS)
+_USUAL = tuple(kind for kind in KINDS if kind != "histories")  # each of which starts processes twice
 _OWN: dict[str, Callable[[Any], Any]] = {
     "ranks": ranks.run,
     "training": training.run,
+    "histories": histories.run,
     "loops": loops.run,
     "manual_loops": loops.run_manual,
     "pipelines": pipelines.run,
@@ -121,7 +126,9 @@ def main(argv: list[str] | None = None) -> int:
         "--seconds", type=float, default=seconds, help="for so long; default: FUZZ_SECONDS, or for ever"
     )
     parser.add_argument("--target", default="interpret", choices=("interpret", "c"), help="of kernels")
-    parser.add_argument("--of", nargs="+", default=KINDS, choices=KINDS, help="what to make; default: all")
+    parser.add_argument(
+        "--of", nargs="+", default=_USUAL, choices=KINDS, help="what to make; default: all but histories"
+    )
     options = parser.parse_args(argv)
     parsed_once.install()
     os.environ["MESH_TENSOR_VERIFY"] = "1"

@@ -8,13 +8,9 @@ from . import training_bodies as bodies
 from .launcher import run
 
 
-@pytest.mark.parametrize(
-    ("size", "zero", "layout"),
-    [(2, 3, {}), (3, 1, {"up.weight": {"data": 0}})],
-    ids=["zero 3", "zero 1, uneven"],
-)
-def test_as_on_the_virtual_mesh(size, zero, layout):
-    run(partial(bodies.as_on_the_virtual_mesh, size=size, zero=zero, layout=layout), size)
+def test_as_on_the_virtual_mesh():
+    """ZeRO-3 and many others are among random histories."""
+    run(partial(bodies.as_on_the_virtual_mesh, size=3, zero=1, layout={"up.weight": {"data": 0}}), 3)
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank():
