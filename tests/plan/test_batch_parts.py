@@ -41,6 +41,14 @@ def picked(x, table):
     return table[torch.arange(x.shape[0])[:, None], torch.arange(5)[None]]
 
 
+def documents(x, dim):
+    """Which positions are of one document, by where their numbers jump, as transformers tells packed sequences."""
+    numbers = torch.arange(5).expand(x.shape[0], 5)
+    jumps = numbers != torch.cat([numbers[:, :1] - 1, numbers], 1)[:, :-1] + 1
+    number = jumps.to(torch.int64).cumsum(dim)
+    return (number[:, None] == number[:, :, None]).float() * (number[:, None] + 1)
+
+
 ROWS = {
     "linear": lambda x, y: F.linear(x, W, B),
     "softmax of others": lambda x, y: x.softmax(1),
@@ -56,6 +64,7 @@ ROWS = {
     "without a dim": lambda x, y: x.sum(1).unsqueeze(1).squeeze(1),
     "a slice of others": lambda x, y: x[:, 1:, 0],
     "constants of all rows": lambda x, y: x + picked(x, torch.arange(5.0).expand(x.shape[0], 5))[..., None],
+    "joined constants of all rows": lambda x, y: x + documents(x, 1).sum(-1, keepdim=True),
     "gathered": lambda x, y: x.log_softmax(-1).gather(-1, y[..., None]).squeeze(-1),
 }
 SUMS = {
@@ -109,6 +118,7 @@ MIXED = [
         lambda x, y: x + torch.arange(5.0).expand(4, 5)[torch.arange(4)[:, None], torch.arange(4)[:, None]][..., None],
         "which has as many as one microbatch",
     ),
+    (lambda x, y: x + (documents(x, 0) + 1).cumsum(0).sum(-1, keepdim=True), "which has as many as one microbatch"),
     (lambda x, y: x.reshape(2, 2, 5, 6).sum(0), "regroups dims so that it is not known"),
     (lambda x, y: torch.cat([x, x]), "needs the batch's rows together"),
     (lambda x, y: x.sum() / 4, "divides a sum by 4, which may be a constant"),
