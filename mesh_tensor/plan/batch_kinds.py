@@ -82,21 +82,27 @@ def _mixed(node: Node, why: str) -> list[Kind]:
 
 
 def _fixed(node: Node, rule: OpRule, kinds: Sequence[Kind]) -> list[Kind]:
-    """What does not depend on the batch: along which dims it varies."""
-    moving = {
-        factor
-        for kind, dims in zip(kinds, rule.inputs, strict=True)
-        for d in (kind.along if isinstance(kind, Fixed) else ())
-        for factor in (*atoms_of(dims[d]), *(() if dims[d] else ("*",)))
-    }
+    """What does not depend on the batch: along which dims it varies. Along a factor, a result is made of what the
+    operands have there: if these don't vary along it, it doesn't either, unless it minds where it stands."""
+    moving = {*placed_factors(rule), *(counted(node) if node.kernel is not None else ())}
+    for kind, dims in zip(kinds, rule.inputs, strict=True):
+        for d in kind.along if isinstance(kind, Fixed) else ():
+            moving.update(atoms_of(dims[d]))
 
     def varies(dim: Dim, size: int) -> bool:
-        return size > 1 and (dim is None or "*" in moving or not moving.isdisjoint(atoms_of(dim)))
+        return size > 1 and (dim is None or not moving.isdisjoint(atoms_of(dim)))
 
     return [
         Fixed(frozenset(d for d, dim in enumerate(dims) if varies(dim, value.type.shape[d])))
         for value, dims in zip(node.outputs, rule.outputs, strict=True)
     ]
+
+
+def placed_factors(rule: OpRule) -> frozenset[str]:
+    """The factors along which an operator may make something else of the same in another place."""
+    windows = {reaches.factor for reaches in rule.windows.values()}
+    inner = {one.factor for one in rule.inner}
+    return rule.positional | rule.unsplit | rule.devices | rule.blocks.keys() | rule.first.keys() | windows | inner
 
 
 def _of_sums(node: Node, rule: OpRule, added: dict[int, Sum | Mean]) -> list[Kind]:

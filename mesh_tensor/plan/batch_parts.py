@@ -147,12 +147,32 @@ class _Kinds:
 
     def _visit(self, node: Node) -> None:
         kinds = [self.of[value] for value in node.inputs]
-        made = self._made(node, kinds)
+        made = self._picked(node, kinds) or self._made(node, kinds)
         if isinstance(made[0], (Sum, Rows)) and node.call.name in ("divide", "multiply"):
             made = [self._scaled(node, made[0])]
         if isinstance(made[0], Mixed) and self._is_binding(node) and _name(node) in self.stated:
             made = [self._as_stated(node.outputs[0], made[0]), *made[1:]]
         self.of.update(zip(node.outputs, made, strict=True))
+
+    def _picked(self, node: Node, kinds: list[Kind]) -> list[Kind]:
+        """Elements of what does not depend on the batch, picked by stacked indices, which don't either: an index along
+        a dim along which the data are the same makes no difference."""
+        if node.kernel is not None or node.call.name != "gather_nd" or int(node.call.attr("batch_dims")):
+            return []
+        data, indices = node.inputs
+        stack = self._makers.get(indices)
+        if stack is None or stack.kernel is not None or stack.call.name != "stack":
+            return []
+        places, of_data = [self.of[value] for value in stack.inputs], kinds[0]
+        last = int(stack.call.attr("axis")) % indices.type.ndim == indices.type.ndim - 1
+        if not last or len(places) != indices.type.shape[-1] or not isinstance(of_data, Fixed):
+            return []
+        if not all(isinstance(kind, Fixed) for kind in places):
+            return []
+        mattering = [kind.along for d, kind in enumerate(places) if isinstance(kind, Fixed) and d in of_data.along]
+        whole = indices.type.ndim - 1 - len(places)  # dims that no index is for come behind the indices'
+        kept = {d + whole for d in of_data.along if d >= len(places)}
+        return [Fixed(frozenset(kept).union(*mattering))]
 
     def _made(self, node: Node, kinds: list[Kind]) -> list[Kind]:
         """The kinds of a node's results; where these would be mixed, with totals instead of its operands, if that

@@ -36,6 +36,19 @@ def heads(x):
     return x.reshape(x.shape[0], 5, 3, 2).permute(0, 2, 1, 3)
 
 
+def picked(x, table):
+    """A table of (rows, positions) by the numbers of rows and positions, as attention masks are made."""
+    return table[torch.arange(x.shape[0])[:, None], torch.arange(5)[None]]
+
+
+def documents(x, dim):
+    """Which positions are of one document, by where their numbers jump, as transformers tells packed sequences."""
+    numbers = torch.arange(5).expand(x.shape[0], 5)
+    jumps = numbers != torch.cat([numbers[:, :1] - 1, numbers], 1)[:, :-1] + 1
+    number = jumps.to(torch.int64).cumsum(dim)
+    return (number[:, None] == number[:, :, None]).float() * (number[:, None] + 1)
+
+
 ROWS = {
     "linear": lambda x, y: F.linear(x, W, B),
     "softmax of others": lambda x, y: x.softmax(1),
@@ -50,6 +63,8 @@ ROWS = {
     "mask of zeros": lambda x, y: torch.where(y[..., None] > 2, x, torch.zeros_like(x)),
     "without a dim": lambda x, y: x.sum(1).unsqueeze(1).squeeze(1),
     "a slice of others": lambda x, y: x[:, 1:, 0],
+    "constants of all rows": lambda x, y: x + picked(x, torch.arange(5.0).expand(x.shape[0], 5))[..., None],
+    "joined constants of all rows": lambda x, y: x + documents(x, 1).sum(-1, keepdim=True),
     "gathered": lambda x, y: x.log_softmax(-1).gather(-1, y[..., None]).squeeze(-1),
 }
 SUMS = {
@@ -95,6 +110,15 @@ MIXED = [
     (lambda x, y: x.flip(0), "needs the batch's rows together"),
     (lambda x, y: x @ x.flatten(0, 1).T, "needs the batch's rows together"),
     (lambda x, y: x + torch.arange(4.0)[:, None, None], "which has as many as one microbatch"),
+    (
+        lambda x, y: x + picked(x, torch.arange(x.shape[0] * 5.0).reshape(-1, 5))[..., None],
+        "which has as many as one microbatch",
+    ),
+    (  # the number of a row, as a position
+        lambda x, y: x + torch.arange(5.0).expand(4, 5)[torch.arange(4)[:, None], torch.arange(4)[:, None]][..., None],
+        "which has as many as one microbatch",
+    ),
+    (lambda x, y: x + (documents(x, 0) + 1).cumsum(0).sum(-1, keepdim=True), "which has as many as one microbatch"),
     (lambda x, y: x.reshape(2, 2, 5, 6).sum(0), "regroups dims so that it is not known"),
     (lambda x, y: torch.cat([x, x]), "needs the batch's rows together"),
     (lambda x, y: x.sum() / 4, "divides a sum by 4, which may be a constant"),
@@ -110,6 +134,19 @@ def test_what_does_not_follow_from_parts():
     for (_, why), kind in zip(MIXED, parts.kinds, strict=True):
         assert isinstance(kind, Mixed), why
         assert why in kind.why
+
+
+def test_row_numbers_are_none_of_positions():
+    """As many rows as positions."""
+
+    def table():
+        return torch.arange(5.0).expand(5, 5)
+
+    right, wrong = parts_of(
+        lambda x, y: x + picked(x, table())[..., None], lambda x, y: x + picked(x, table().T)[..., None], rows=5
+    ).kinds
+    assert right == Rows(0, 1, 5)
+    assert isinstance(wrong, Mixed)
 
 
 def test_what_depends_on_no_input_is_the_same_for_all():
