@@ -44,8 +44,10 @@ def _vendor() -> str:
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The operator has no gradients of its own, and takes memory of CPUs."""
+    """The operator has no gradients of its own, takes memory of CPUs, and reads biases as if they were contiguous."""
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     if recorded or not x.is_cpu:
         return F.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(
+        x, weight, None if bias is None else bias.contiguous(), "none", [], ""
+    )

@@ -28,6 +28,8 @@ def test_products_are_right_whatever_the_strides(chosen, rows, summed, columns):
     made = multiply(x, weight)
     torch.testing.assert_close(made, torch.tensor(expected).float(), rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(multiply(x, weight, bias), made + bias, rtol=1e-5, atol=1e-4)
+    for other in (bias[:1].expand(columns), torch.randn(columns, 2)[:, 1]):
+        torch.testing.assert_close(multiply(x, weight, other), made + other, rtol=1e-5, atol=1e-4)
     turned, strided = x.t().contiguous().t(), torch.zeros(rows, summed + 8)[:, :summed].copy_(x)
     for other in (turned, strided, x.view(2, rows // 2, summed)):
         assert torch.equal(multiply(other, weight.t().contiguous().t()).reshape(rows, columns), made)
