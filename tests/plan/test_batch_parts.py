@@ -222,6 +222,36 @@ def test_kernels(kernel, shape, kind):
     assert kind is Rows or "sums over the batch's rows, or computes with their numbers" in found.why
 
 
+@T.prim_func
+def bordered(A: T.Buffer((4, 6), "float32"), C: T.Buffer((4, 6), "float32")):
+    for i, j in T.grid(4, 6):
+        with T.sblock("C"):
+            vi, vj = T.axis.remap("SS", [i, j])
+            C[vi, vj] = T.if_then_else(vi < 3, A[vi + 1, vj], T.float32(0))
+
+
+@T.prim_func
+def summed(A: T.Buffer((4, 6), "float32"), C: T.Buffer((4, 6), "float32")):
+    for i, j, k in T.grid(4, 6, 4):
+        with T.sblock("C"):
+            vi, vj, vk = T.axis.remap("SSR", [i, j, k])
+            with T.init():
+                C[vi, vj] = T.float32(0)
+            if vk <= vi:
+                C[vi, vj] = C[vi, vj] + A[vk, vj]
+
+
+@pytest.mark.parametrize(("kernel", "kind"), [(rotated, Rows), (numbered, Mixed), (bordered, Mixed), (summed, Mixed)])
+def test_kernels_on_what_is_the_same_for_all_rows(kernel, kind):
+    """What a kernel makes of the same in all rows is the same only where it doesn't mind which row it is in."""
+    ones = ("ones", lambda builder, env: relax.op.ones((4, 6), "float32"))
+    total = ("y", lambda builder, env: relax.op.add(env["x"], env["made"]))
+    steps = [ones, ("made", call(kernel, "ones", shape=(4, 6))), total]
+    (found,) = batch_parts(module({"x": (4, 6)}, steps), "main", ["x"]).kinds
+    assert isinstance(found, kind), found
+    assert kind is Rows or "which has as many as one microbatch" in found.why
+
+
 def test_values_that_are_used_twice_are_looked_at_once():
     """Layers with residual connections: 2^60 ways lead from the result to the input."""
     builder, x = relax.BlockBuilder(), relax.Var("x", relax.TensorStructInfo((4, 3), "float32"))
