@@ -8,22 +8,28 @@ that are spread evenly that is one; if all rows of all devices go to one expert,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tvm import ir, relax, tirx
 
-from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 
-from . import comm
+from .expert_rounds import (
+    Carried,
+    Run,
+    expert_round,
+    function_of,
+    is_known,
+    on_one_device,
+    sizes_of,
+    tile_of,
+    widened,
+)
 from .manual import Experts, Manual, manual_call
 
 op = relax.op
-Emit = Callable[[relax.Expr], relax.Var]
-_INT = "int64"
 _SLACK = 1.25  # of the rows that go one way, over those of an even spread
 
 
@@ -60,9 +66,9 @@ def experts(
         MeshTensorError: sizes are not known, axes do not divide rows or experts or are given twice, or the body is not
             for what devices have.
     """
-    way = _Way.of(body, rows, chosen, weights, Mesh(mesh), axes, tuple(tokens), room)
-    _check_body(body, way, [_tile(info, count) for info, count in zip(way.infos, way.counts, strict=True)])
-    return way.call(builder, _Run(body), [rows], chosen, weights)
+    way = Way.of(body, rows, chosen, weights, Mesh(mesh), axes, tuple(tokens), room)
+    _check_body(body, way, [tile_of(info, count) for info, count in zip(way.infos, way.counts, strict=True)])
+    return way.call(builder, Run(body), [rows], chosen, weights)
 
 
 def experts_backward(
@@ -87,32 +93,12 @@ def experts_backward(
     assert said is not None
     tokens = tuple([axis for axis in stated.axes if axis not in said.axes])
     infos = tuple([operand.struct_info for operand in operands])
-    way = _Way(stated.axes, said.axes, tokens, infos, _tile(rows.struct_info, 1), said.room)
-    return way.call(builder, _Run(backward, tuple(wanted)), [rows, gradient], chosen, weights)
+    way = Way(stated.axes, said.axes, tokens, infos, tile_of(rows.struct_info, 1), said.room)
+    return way.call(builder, Run(backward, tuple(wanted)), [rows, gradient], chosen, weights)
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What experts run on rows, and on gradients of results if there are any: their body, or what gives gradients,
-    summed for these weights over all rounds."""
-
-    body: ir.GlobalVar
-    summed: tuple[int, ...] | None = None
-
-    def __call__(
-        self, emit: Emit, rows: Sequence[relax.Var], ends: relax.Var, weights: Sequence[relax.Var]
-    ) -> list[relax.Var]:
-        """Rows, and what is summed."""
-        first, *others = rows
-        made = emit(relax.Call(self.body, [first, ends, *weights, *others]))
-        if self.summed is None:
-            return [made]
-        gradients = emit(relax.TupleGetItem(made, 1))
-        return [emit(relax.TupleGetItem(gradients, n)) for n in range(1 + len(self.summed))]
-
-
-@dataclass(frozen=True)
-class _Way:
+class Way:
     """How rows go: over the axes of experts, and those of tokens alone. `infos`: of rows, choices and weights;
     `result`: of one device's body."""
 
@@ -133,37 +119,38 @@ class _Way:
         axes: Iterable[str] | None,
         tokens: tuple[str, ...],
         room: int | None,
-    ) -> _Way:
+    ) -> Way:
         """What these say."""
         split = mesh.in_order([axis for axis in mesh if axis not in tokens] if axes is None else axes)
         given = [arg if arg.struct_info_ is not None else relax.BlockBuilder().normalize(arg) for arg in (rows, chosen)]
         infos = tuple([arg.struct_info for arg in (*given, *weights)])
-        made = _Way(mesh, split, tokens, infos, body.struct_info.ret, 0)
+        made = Way(mesh, split, tokens, infos, body.struct_info.ret, 0)
         made.check(body.name_hint)
         even = made.rows_of_device * _SLACK / math.prod(map(mesh.size, split))
         room = max(1, min(math.ceil(even), made.rows_of_device)) if room is None else room
         if not isinstance(room, int) or room < 1:
             refuse(f"room is {room}, no number of rows to send", where="mt.experts", fix="state at least 1 row")
-        return _Way(mesh, split, tokens, infos, body.struct_info.ret, room)
+        return Way(mesh, split, tokens, infos, body.struct_info.ret, room)
 
     def check(self, name: str) -> None:
         """Refuse what has no known sizes, or does not fit."""
         problems = [
             f"operand {n} is {info}" if n < len(self.infos) else f"the result is {info}"
             for n, info in enumerate((*self.infos, self.result))
-            if not isinstance(info, relax.TensorStructInfo) or not _known(info, first=n < len(self.infos))
+            if not isinstance(info, relax.TensorStructInfo) or not is_known(info, first=n < len(self.infos))
         ]
         problems += [f"axis {axis!r} is one of experts and of tokens" for axis in self.tokens if axis in self.axes]
         problems += [] if self.axes else ["experts are split over no axis"]
         problems = problems or [
-            f"dim 0 of operand {n} has {_sizes(info)[0]} elements, for {count} devices"
+            f"dim 0 of operand {n} has {sizes_of(info)[0]} elements, for {count} devices"
             for n, (info, count) in enumerate(zip(self.infos, self.counts, strict=True))
-            if not info.ndim or not _sizes(info)[0] or _sizes(info)[0] % count
+            if not info.ndim or not sizes_of(info)[0] or sizes_of(info)[0] % count
         ]
-        if not problems and len({_sizes(info)[0] for info in self.infos[2:]}) != 1:
+        if not problems and len({sizes_of(info)[0] for info in self.infos[2:]}) != 1:
             problems.append("weights have other numbers of experts, or there are none")
-        if not problems and (_sizes(self.infos[0])[:1] != _sizes(self.infos[1]) or "int" not in self.infos[1].dtype):
-            problems.append(f"choices are {self.infos[1]}, not one whole number for each row of {self.infos[0]}")
+        rows, choices = self.infos[:2]
+        if not problems and (sizes_of(rows)[:1] != sizes_of(choices) or "int" not in choices.dtype):
+            problems.append(f"choices are {choices}, not one whole number for each row of {rows}")
         if problems:
             refuse(
                 problems, where=f"mt.experts of {name!r}", fix="pad rows to a number that axes divide; fix the sizes"
@@ -178,11 +165,11 @@ class _Way:
 
     @property
     def rows_of_device(self) -> int:
-        return _sizes(self.infos[0])[0] // self.counts[0]
+        return sizes_of(self.infos[0])[0] // self.counts[0]
 
     @property
     def experts_of_device(self) -> int:
-        return _sizes(self.infos[2])[0] // self.devices
+        return sizes_of(self.infos[2])[0] // self.devices
 
     @property
     def devices(self) -> int:
@@ -203,7 +190,7 @@ class _Way:
     def call(
         self,
         builder: relax.BlockBuilder,
-        run: _Run,
+        run: Run,
         sent: Sequence[relax.Expr],
         chosen: relax.Expr,
         weights: Sequence[relax.Expr],
@@ -212,16 +199,16 @@ class _Way:
         both, summed = (*self.axes, *self.tokens), run.summed
         counts = [self.counts[0]] * (len(sent) + 1) + [self.devices] * len(weights)
         infos = [operand.struct_info for operand in (*sent, chosen, *weights)]
-        tiles = [_tile(info, count) for info, count in zip(infos, counts, strict=True)]
-        made = relax.TensorStructInfo((self.rows_of_device, *_sizes(self.result)[1:]), self.result.dtype)
-        sums = [_wide(tiles[len(sent) + 1 + n]) for n in summed or ()]
-        carried = _Carried(tiles[: len(sent)], tiles[len(sent) + 1 :], [made, *sums])
+        tiles = [tile_of(info, count) for info, count in zip(infos, counts, strict=True)]
+        made = relax.TensorStructInfo((self.rows_of_device, *sizes_of(self.result)[1:]), self.result.dtype)
+        sums = [widened(tiles[len(sent) + 1 + n]) for n in summed or ()]
+        carried = Carried(tiles[: len(sent)], tiles[len(sent) + 1 :], [made, *sums])
         ending = lambda _, *params: carried.ending(params, summed is None)  # noqa: E731
-        loop = builder.add_func(_function(ending, carried.infos), "experts_round")
-        step = lambda b, *params: _round(b, self, run, loop, carried, params)  # noqa: E731
-        builder.update_func(loop, _function(step, carried.infos))
-        on_device = lambda b, *params: _on_device(b, self, run, loop, carried, params)  # noqa: E731
-        called = builder.add_func(_function(on_device, tiles), "experts_on_device")
+        loop = builder.add_func(function_of(ending, carried.infos), "experts_round")
+        step = lambda b, *params: expert_round(b, self, run, loop, carried, params)  # noqa: E731
+        builder.update_func(loop, function_of(step, carried.infos))
+        on_device = lambda b, *params: on_one_device(b, self, run, loop, carried, params)  # noqa: E731
+        called = builder.add_func(function_of(on_device, tiles), "experts_on_device")
         rows, split = dict.fromkeys(both, 0), dict.fromkeys(self.axes, 0)
         layouts = [*[rows] * (len(sent) + 1), *[split] * len(weights)]
         total = {"sharding": split, "partial": dict.fromkeys(self.tokens, "sum")}
@@ -231,9 +218,9 @@ class _Way:
         return manual_call(called, operands, self.mesh, layouts, results, both, said)
 
 
-def _check_body(body: ir.GlobalVar, way: _Way, tiles: Sequence[relax.TensorStructInfo]) -> None:
+def _check_body(body: ir.GlobalVar, way: Way, tiles: Sequence[relax.TensorStructInfo]) -> None:
     """Refuse a body that is not for the rows and experts of a device, or does not give one row for each."""
-    shapes = [(way.devices * way.room, *_sizes(tiles[0])[1:]), (way.experts_of_device,), *map(_sizes, tiles[2:])]
+    shapes = [(way.devices * way.room, *sizes_of(tiles[0])[1:]), (way.experts_of_device,), *map(sizes_of, tiles[2:])]
     given = list(zip(shapes, [tiles[0].dtype, "int32", *(info.dtype for info in tiles[2:])], strict=True))
     infos, symbols = list(body.struct_info.params or ()), dict[tirx.Var, int]()
     problems = [] if len(infos) == len(given) else [f"it has {len(infos)} parameters, not {len(given)}"]
@@ -262,145 +249,3 @@ def _bound(one: tirx.PrimExpr, size: int, symbols: dict[tirx.Var, int]) -> int |
 def _same(made: relax.TensorStructInfo, rows: relax.TensorStructInfo) -> bool:
     """Whether there are as many of both."""
     return bool(ir.structural_equal(made.shape.values[0], rows.shape.values[0]))
-
-
-@dataclass(frozen=True, eq=False)
-class _Carried:
-    """What a round takes: its number, the rows of the fullest way, what was made so far: rows, and sums over rounds;
-    what is sent, where rows go, how many go there before them, which expert of that device it is; weights."""
-
-    sent: Sequence[relax.TensorStructInfo]
-    weights: Sequence[relax.TensorStructInfo]
-    made: Sequence[relax.TensorStructInfo]
-
-    @property
-    def infos(self) -> list[relax.TensorStructInfo]:
-        """All of it."""
-        number, each = relax.TensorStructInfo((), _INT), relax.TensorStructInfo(_sizes(self.sent[0])[:1], _INT)
-        return [number, number, *self.made, *self.sent, each, each, each, *self.weights]
-
-    def apart(self, params: Sequence[relax.Var]) -> tuple[list[relax.Var], ...]:
-        """Number and rows of the fullest way; what was made; what is sent; target, rank and expert; weights."""
-        rest, counts = list(params), [2, len(self.made), len(self.sent), 3, len(self.weights)]
-        return tuple([[rest.pop(0) for _ in range(count)] for count in counts])
-
-    def ending(self, params: Sequence[relax.Var], alone: bool) -> relax.Expr:
-        """What there is after the last round. `alone`: rows, and no tuple of them."""
-        made = self.apart(params)[1]
-        return made[0] if alone else relax.Tuple(made)
-
-
-def _on_device(
-    b: relax.BlockBuilder, way: _Way, run: _Run, loop: ir.GlobalVar, carried: _Carried, params: Sequence[relax.Var]
-) -> relax.Expr:
-    """Where the rows of a device go, and the rounds."""
-    emit: Emit = b.emit
-    sent, (chosen, *weights) = params[: len(carried.sent)], params[len(carried.sent) :]
-    place = emit(op.astype(chosen, _INT))
-    held = relax.const(way.experts_of_device, _INT)
-    target = emit(op.floor_divide(place, held))
-    local = emit(op.subtract(place, emit(op.multiply(target, held))))
-    numbers = emit(op.arange(0, way.devices, 1, _INT))
-    goes = emit(op.astype(emit(op.equal(emit(op.expand_dims(target, 1)), numbers)), _INT))
-    so_far = emit(op.multiply(emit(op.cumsum(goes, 0)), goes))
-    rank = emit(op.subtract(emit(op.sum(so_far, 1)), relax.const(1, _INT)))
-    fullest = emit(op.max(emit(op.sum(goes, 0))))
-    fullest = emit(comm.all_reduce(fullest, way.everybody, "max"))
-    blanks = [emit(op.zeros(info.shape, info.dtype)) for info in carried.made]
-    made = emit(relax.Call(loop, [relax.const(0, _INT), fullest, *blanks, *sent, target, rank, local, *weights]))
-    if run.summed is None:
-        return made
-    rows, *sums = [emit(relax.TupleGetItem(made, n)) for n in range(1 + len(run.summed))]
-    pairs = zip(sums, run.summed, strict=True)
-    return emit(relax.Tuple([rows, *(emit(op.astype(one, weights[n].struct_info.dtype)) for one, n in pairs)]))
-
-
-def _round(
-    b: relax.BlockBuilder, way: _Way, run: _Run, loop: ir.GlobalVar, carried: _Carried, params: Sequence[relax.Var]
-) -> relax.Expr:
-    """One round, and the next ones."""
-    (number, fullest), (made, *sums), sent, (target, rank, local), weights = carried.apart(params)
-    room = relax.const(way.room, _INT)
-    more = b.emit(op.less(b.emit(op.multiply(number, room)), fullest))
-    b._begin_binding_block()
-    goes, slot = _slots(b.emit, way, number, target, rank)
-    answers, *parts = _answers(b.emit, way, run, slot, sent, local, weights)
-    ndim = answers.struct_info.ndim
-    there = b.emit(op.reshape(goes, (way.rows_of_device, *(1 for _ in range(ndim - 1)))))
-    new = b.emit(op.where(there, b.emit(op.take(answers, slot, axis=0)), made))
-    wide = [b.emit(op.astype(part, one.struct_info.dtype)) for part, one in zip(parts, sums, strict=True)]
-    totals = [b.emit(op.add(one, part)) for one, part in zip(sums, wide, strict=True)]
-    following = b.emit(op.add(number, relax.const(1, _INT)))
-    again = b.emit(relax.Call(loop, [following, fullest, new, *totals, *sent, target, rank, local, *weights]))
-    block = b._end_block()
-    ending = carried.ending(params, run.summed is None)
-    return b.emit(relax.If(more, relax.SeqExpr([block], again), relax.SeqExpr([], ending)))
-
-
-def _slots(emit: Emit, way: _Way, number: relax.Var, target: relax.Var, rank: relax.Var) -> tuple[relax.Var, relax.Var]:
-    """Which rows go in this round, and the places where they are sent from; that after the last, of all others."""
-    room = relax.const(way.room, _INT)
-    goes = emit(op.equal(emit(op.floor_divide(rank, room)), number))
-    first = emit(op.multiply(emit(op.subtract(target, number)), room))
-    slot = emit(op.where(goes, emit(op.add(first, rank)), relax.const(way.devices * way.room, _INT)))
-    return goes, slot
-
-
-def _answers(
-    emit: Emit,
-    way: _Way,
-    run: _Run,
-    slot: relax.Var,
-    rows: Sequence[relax.Var],
-    local: relax.Var,
-    weights: Sequence[relax.Var],
-) -> list[relax.Var]:
-    """What came back for every place, and 0 after them; and what experts here add to sums."""
-    places, held = way.devices * way.room, way.experts_of_device
-    there = emit(op.reshape(slot, (way.rows_of_device, 1)))
-
-    def sent(values: relax.Var, blank: Any) -> relax.Var:
-        info = values.struct_info
-        empty = op.full((places + 1, *_sizes(info)[1:]), relax.const(blank, _INT), info.dtype)
-        put = emit(op.scatter_nd(emit(empty), there, values, "update"))
-        full = emit(op.strided_slice(put, [0], [0], [places]))
-        return emit(comm.all_to_all(full, way.group, 0, 0))
-
-    mine, whose = [sent(one, 0) for one in rows], sent(local, held)
-    order = emit(op.argsort(whose, 0, False, _INT))
-    experts_here = emit(op.reshape(emit(op.arange(0, held, 1, _INT)), (held, 1)))
-    before = emit(op.astype(emit(op.less_equal(whose, experts_here)), "int32"))
-    ends = emit(op.sum(before, 1))
-    ran, *parts = run(emit, [emit(op.take(one, order, axis=0)) for one in mine], ends, weights)
-    back = emit(op.take(ran, emit(op.argsort(order, 0, False, _INT)), axis=0))
-    back = emit(comm.all_to_all(back, way.group, 0, 0))
-    info = back.struct_info
-    return [emit(op.concat([back, emit(op.zeros((1, *_sizes(info)[1:]), info.dtype))], 0)), *parts]
-
-
-def _function(write: Callable[..., relax.Expr], infos: Sequence[relax.TensorStructInfo]) -> relax.Function:
-    builder, params = relax.BlockBuilder(), [relax.Var(f"p{n}", info) for n, info in enumerate(infos)]
-    with builder.function("made", params, private=True):
-        builder.emit_func_output(write(builder, *params))
-    return builder.get()["made"]
-
-
-def _wide(info: relax.TensorStructInfo) -> relax.TensorStructInfo:
-    """The type in which such tensors are summed."""
-    return relax.TensorStructInfo(info.shape, "float32" if info.dtype in NARROW else info.dtype)
-
-
-def _tile(info: relax.TensorStructInfo, count: int) -> relax.TensorStructInfo:
-    first, *rest = _sizes(info)
-    return relax.TensorStructInfo((first // count, *rest), info.dtype)
-
-
-def _known(info: relax.TensorStructInfo, *, first: bool) -> bool:
-    """Whether all sizes are known; also that of the first dim, or of all others."""
-    return isinstance(info.shape, relax.ShapeExpr) and all(
-        hasattr(size, "value") for size in info.shape.values[0 if first else 1 :]
-    )
-
-
-def _sizes(info: relax.TensorStructInfo) -> tuple[int, ...]:
-    return tuple(int(size) if hasattr(size, "value") else -1 for size in info.shape.values)
