@@ -9,14 +9,16 @@ from typing import Any
 
 from tvm import ir, tirx
 
+_STATEMENTS, _EXPRESSIONS = (tirx.Stmt,), (tirx.PrimExpr,)
+_LEAVES = (tirx.Var, tirx.IntImm, tirx.FloatImm)
 _RECENT = 64  # statements whose nodes are kept: those that one kernel's passes ask for
 
 
 def nodes(where: tirx.Stmt | tirx.PrimExpr | int, *kinds: type) -> list[Any]:
     """The nodes of these kinds in a statement or an expression, those inside of others first; a number has none."""
-    if not isinstance(where, tirx.Stmt):
-        return _in_expression(where, kinds) if isinstance(where, tirx.PrimExpr) else []
-    found = [nodes for kind, nodes in _by_kind(where).items() if issubclass(kind, kinds)]
+    if not _is_one_of(type(where), _STATEMENTS):
+        return _in_expression(where, kinds) if _is_one_of(type(where), _EXPRESSIONS) else []
+    found = [nodes for kind, nodes in _by_kind(where).items() if _is_one_of(kind, kinds)]
     if len(found) == 1:
         return [node for _, node in found[0]]
     return [node for _, node in sorted((entry for entries in found for entry in entries), key=itemgetter(0))]
@@ -28,9 +30,15 @@ def loads(where: tirx.Stmt | tirx.PrimExpr | int) -> list[tirx.BufferLoad]:
 
 
 def _in_expression(expr: tirx.PrimExpr, kinds: tuple[type, ...]) -> list[Any]:
-    if isinstance(expr, (tirx.Var, tirx.IntImm, tirx.FloatImm)):
-        return [expr] if isinstance(expr, kinds) else []
-    return [node for node in _all_nodes(expr) if isinstance(node, kinds)]
+    if _is_one_of(type(expr), _LEAVES):
+        return [expr] if _is_one_of(type(expr), kinds) else []
+    return [node for node in _all_nodes(expr) if _is_one_of(type(node), kinds)]
+
+
+@lru_cache(maxsize=None)
+def _is_one_of(kind: type, kinds: tuple[type, ...]) -> bool:
+    """`issubclass`, which TVM's classes answer in Python, some hundred thousand times per kernel."""
+    return issubclass(kind, kinds)
 
 
 def _all_nodes(where: tirx.Stmt | tirx.PrimExpr) -> list[Any]:

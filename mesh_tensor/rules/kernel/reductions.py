@@ -296,8 +296,7 @@ class _Judgement:
 
     def _runs_once(self, var: tirx.Var) -> bool:
         """Whether one run of a statement takes all values of the variable, or there is only one."""
-        loop = self.kernel.loops[var]
-        return loop.kind == "tile" or self.kernel.analyzer.can_prove_equal(loop.extent, 1)
+        return self.kernel.loops[var].kind == "tile" or self.kernel.runs_once(var)
 
     def _is_same_everywhere(self, statement: Statement) -> bool:
         """A store of a value that is the same at every coordinate of the factor, and not carried from one to the

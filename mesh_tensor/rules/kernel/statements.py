@@ -133,6 +133,7 @@ class Kernel:
     loops: dict[tirx.Var, Loop] = field(default_factory=dict)
     own: Mapping[str, str] = field(default_factory=dict)
     _of_thread: threading.local = field(default_factory=threading.local)
+    _once: dict[tirx.Var, bool] = field(default_factory=dict)
 
     @property
     def analyzer(self) -> arith.Analyzer:
@@ -141,6 +142,12 @@ class Kernel:
             self._of_thread.analyzer = arith.Analyzer()
         analyzer: arith.Analyzer = self._of_thread.analyzer
         return analyzer
+
+    def runs_once(self, var: tirx.Var) -> bool:
+        """Whether a loop has a single iteration. Every factor asks, and to find no proof takes long."""
+        if var not in self._once:
+            self._once[var] = self.analyzer.can_prove_equal(self.loops[var].extent, 1)
+        return self._once[var]
 
     def is_param(self, buffer: tirx.Buffer) -> bool:
         return any(buffer.same_as(param) for param in self.params.values())
