@@ -3,12 +3,15 @@ expressions are the same, and what a function is called."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 from tvm import ir, tirx
 
+#: `issubclass`, kept: what TVM's classes have in its place takes as long as a visit to the node.
+_is_one_of = cast(Callable[[type, tuple[type, ...]], bool], cache(issubclass))
 _STATEMENTS, _EXPRESSIONS = (tirx.Stmt,), (tirx.PrimExpr,)
 _LEAVES = (tirx.Var, tirx.IntImm, tirx.FloatImm)
 _RECENT = 64  # statements whose nodes are kept: those that one kernel's passes ask for
@@ -33,12 +36,6 @@ def _in_expression(expr: tirx.PrimExpr, kinds: tuple[type, ...]) -> list[Any]:
     if _is_one_of(type(expr), _LEAVES):
         return [expr] if _is_one_of(type(expr), kinds) else []
     return [node for node in _all_nodes(expr) if _is_one_of(type(node), kinds)]
-
-
-@lru_cache(maxsize=None)
-def _is_one_of(kind: type, kinds: tuple[type, ...]) -> bool:
-    """`issubclass`, which TVM's classes answer in Python, some hundred thousand times per kernel."""
-    return issubclass(kind, kinds)
 
 
 def _all_nodes(where: tirx.Stmt | tirx.PrimExpr) -> list[Any]:
