@@ -74,6 +74,8 @@ def import_torch(
         no_bind_return_tuple=False,
         custom_convert_map=None,
     )
+    if importer.left_over:
+        mod = relax.transform.DeadCodeElimination()(mod)
     return _named(mod, program, importer, buffers)
 
 
@@ -81,6 +83,7 @@ class _Importer(ExportedProgramImporter):
     """TVM's importer, with every operator's conversion checked."""
 
     groups: Mapping[str, Mesh]
+    left_over = False  # whether there are values of attempts at operators that nothing uses
 
     def begin(self, program: torch.export.ExportedProgram) -> None:
         """Take this program next."""
@@ -121,6 +124,7 @@ class _Importer(ExportedProgramImporter):
                     refuse(f"{_op(node)} can't be imported: {error}", where=_where(node), fix=_FIX)
                 differs = "in that TVM's importer can't take it"
             if differs and stays(node):
+                self.left_over = True
                 value, differs = any_operator(node, self), ""
             if not differs:
                 value = self._with_known_sizes(node, value)

@@ -135,3 +135,12 @@ def test_a_file_calls_functions_only():
         builder.emit_func_output(builder.emit(relax.op.call_pure_packed(ANY, x, text, sinfo_args=[x.struct_info])))
     with pytest.raises(mt.MeshTensorError, match="aten.add_.Tensor is no function of tensors"):
         mt.distribute_module(builder.get(), {"x": 2}, {})(torch.ones(4))
+
+
+@pytest.mark.parametrize("function", [torch.reciprocal, lambda a: torch.full_like(a, 0.5, dtype=torch.float64)])
+def test_attempts_leave_nothing_behind(function):
+    """TVM's importer makes whole numbers of these: a division by zero, where torch has infinity."""
+    module = mt.from_torch(torch.export.export(Function(function), (torch.arange(5),)))
+    assert len(module.mod["main"].body.blocks[0].bindings) <= 2
+    run = mt.distribute_module(module, {"x": 2}, {module.mod["main"].params[0].name_hint: {"x": 0}})
+    torch.testing.assert_close(run(torch.arange(5)), function(torch.arange(5)))

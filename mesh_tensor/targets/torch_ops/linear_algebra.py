@@ -151,7 +151,10 @@ def _overload(name: str) -> Any:
 
 
 def _with_arguments(op: Any, args: Any, kwargs: Any) -> Function:
-    return lambda *tensors: op(*_filled(args, tensors), **_filled(kwargs, tensors))
+    def function(*tensors: torch.Tensor) -> Any:
+        return op(*_filled(args, tensors), **{name: _filled(value, tensors) for name, value in kwargs.items()})
+
+    return function
 
 
 def _filled(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
