@@ -19,9 +19,10 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ("started_by", "meshes"),
     [
         ([sys.executable], [{"x": 2}, {"x": 2, "y": 2}]),
+        ([*TORCHRUN, "--nproc-per-node", "2"], [{"x": 2}]),
         ([*TORCHRUN, "--nproc-per-node", "4"], [{"x": 4}, {"x": 2, "y": 2}]),
     ],
-    ids=["one process", "4 ranks"],
+    ids=["one process", "2 ranks", "4 ranks"],
 )
 def test_mlp(started_by, meshes):
     outer = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
