@@ -20,7 +20,8 @@ from mesh_tensor.tir.nodes import nodes, same_expression
 
 from .coordinates import Coordinates
 from .factors import Factor
-from .iterations import Iteration, chosen
+from .iteration_expressions import chosen
+from .iterations import Iteration
 from .live_ranges import LiveRange
 from .padding import takes_whole_blocks
 from .state_values import Atom, Level, Part, StateValue
