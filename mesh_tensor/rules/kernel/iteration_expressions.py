@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 
 from tvm import tirx
@@ -16,6 +17,7 @@ from mesh_tensor.tir.rewrite import number
 from .coordinates import Coordinates
 from .factors import Factor
 from .live_ranges import LiveRange
+from .lowest_values import LowestValues
 from .padding import ANYTHING, ZERO, Content, Padding
 from .state_values import (
     Atom,
@@ -32,7 +34,7 @@ from .state_values import (
     plus,
     times,
 )
-from .statements import Access, Kernel, Loop, Statement, is_load_of
+from .statements import Access, Kernel, Loop, Statement, chosen, is_load_of, lowest_or
 
 #: An operation on values, and what it makes of what lies past the end.
 _Binary = tuple[Callable[[StateValue, StateValue], StateValue | None], Callable[[float, float], float]]
@@ -73,6 +75,9 @@ class Expressions:
     loop: Loop
     env: dict[LiveRange, StateValue | None]
     guarded: dict[Statement, tuple[tirx.BufferLoad, ...]]
+    _finite: list[Atom]
+    _unproven: set[LiveRange]
+    _lowest: LowestValues
     _padding: Padding
     _written: set[LiveRange]
 
@@ -114,7 +119,26 @@ class Expressions:
                 return of_power or logarithm(inside, _LOGARITHMS[name])
         if isinstance(expr, tirx.Div):
             return self._quotient(expr, statement)
-        return self._kept(expr, statement) or self._independent(expr, statement)
+        return self._stood_in_for(expr, statement) or self._kept(expr, statement) or self._independent(expr, statement)
+
+    def _stood_in_for(self, expr: tirx.PrimExpr, statement: Statement) -> StateValue | None:
+        """A choice for where a running maximum is still the lowest value, so that nothing counts yet: a number in place
+        of the maximum, or 0 in place of a power that it takes down. None if it is anything else."""
+        load, number_there, elsewhere = lowest_or(expr) or (None, None, None)
+        held = None if load is None else self._load(self._access(load, statement))
+        atom = None if held is None else held.atom
+        if atom is None or not is_running(atom) or number_there is None or not math.isfinite(number_there):
+            return None
+        self._finite.append(atom)
+        value = self._expr(elsewhere, statement)
+        self._finite.pop()
+        if value is not None and value.atom == atom:
+            return replace(value, is_finite=True)
+        if value is None or number_there != 0 or value.atoms or value.log is not None or len(value.terms) != 1:
+            return None
+        (((exponent, carried), _),) = value.terms.items()
+        own = carried is None and any(of == atom for of, _ in exponent)
+        return value.past(value.padding if value.padding == ZERO else ANYTHING) if own else None
 
     def _kept(self, expr: tirx.PrimExpr, statement: Statement) -> StateValue | None:
         """What is kept where a condition that depends on no earlier iteration says so, and 0 elsewhere: that, times
@@ -158,6 +182,7 @@ class Expressions:
             return None
         if inside.atoms and not self._guard(expr.args[0], inside, statement):
             return None
+        self._unproven |= self._may_count(expr.args[0], inside, statement)
         return made.past(inside.padding.mapped(lambda x: 0.0 if x == -math.inf else base**x))
 
     def _guard(self, expr: tirx.PrimExpr, inside: StateValue, statement: Statement) -> bool:
@@ -168,9 +193,24 @@ class Expressions:
             value = self._load(self._access(load, statement))
             if value is None or (value.atoms and value.atom is None):
                 return False
+            if value.atom is None or value.is_finite or any(map(value.atom.is_at_least, self._finite)):
+                continue
             if value.atom in down and is_running(value.atom) and not is_bounded(value.atom):
                 self.guarded[statement] = (*self.guarded.get(statement, ()), load)
         return True
+
+    def _may_count(self, expr: tirx.PrimExpr, inside: StateValue, statement: Statement) -> set[LiveRange]:
+        """The maxima that a power takes down of which it may be more than nothing where they are the lowest value: it
+        is no power of what they are of, nor of what they were before."""
+        running = {a: rate for a, rate in inside.atoms.items() if is_running(a) and not is_bounded(a)}
+        before = {a.key for a, rate in running.items() if rate > 0}
+        return {
+            key[1]
+            for atom, rate in running.items()
+            if rate < 0 and not before & atom.keys and not self._lowest.come_with(expr, statement, atom)
+            for key in atom.keys
+            if key[0] == "before"
+        }
 
     def _quotient(self, expr: tirx.Div, statement: Statement) -> StateValue | None:
         a, b = self._expr(expr.a, statement), self._expr(expr.b, statement)
@@ -242,23 +282,14 @@ class Expressions:
         return independent(Level.POINT if moves else Level.FIXED)
 
 
-def chosen(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:
-    """The condition of a choice, what it is where that holds, and what elsewhere; None if it is no choice."""
-    if isinstance(expr, tirx.Select):
-        return [expr.condition, expr.true_value, expr.false_value]
-    return list(expr.args) if op_name(expr) == "tirx.if_then_else" else None
-
-
 def is_running(atom: Atom) -> bool:
     """Whether the atom is what an earlier iteration left, or the maximum of that and more."""
-    return atom.key[0] == "before" or (atom.key[0] == "max" and any(key[0] == "before" for key in atom.key[1]))
+    return any(key[0] == "before" for key in atom.keys)
 
 
 def is_bounded(atom: Atom) -> bool:
     """Whether the atom is a maximum of some finite constant, too."""
-    return atom.key[0] == "max" and any(
-        key[0] == "fixed" and key[1] is not None and math.isfinite(key[1]) for key in atom.key[1]
-    )
+    return any(key[0] == "fixed" and key[1] is not None and math.isfinite(key[1]) for key in atom.keys)
 
 
 def product_past(a: Content, b: Content) -> Content:

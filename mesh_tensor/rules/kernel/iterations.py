@@ -16,6 +16,7 @@ from .coordinates import Coordinates
 from .factors import Factor, why_not_covered
 from .iteration_expressions import Expressions, largest, product_past
 from .live_ranges import LiveRange
+from .lowest_values import LowestValues
 from .padding import ZERO, Content, Padding
 from .state_values import (
     Atom,
@@ -65,6 +66,9 @@ class Iteration(Expressions):
         self.uses: dict[Statement, dict[LiveRange, None]] = {}
         self.adds: dict[Statement, bool] = {}
         self.guarded: dict[Statement, tuple[tirx.BufferLoad, ...]] = {}
+        self._finite: list[Atom] = []
+        self._unproven: set[LiveRange] = set()
+        self._lowest = LowestValues(kernel, coordinates, self.body)
         self._padding = Padding(kernel, coordinates, factor, past_the_end=True)
         self._written = {coordinates.ranges.of(s.write) for s in self.body if s.write is not None}
         self._mixed = set(self._out_of_step())
@@ -75,6 +79,10 @@ class Iteration(Expressions):
     def value(self, live_range: LiveRange) -> StateValue | None:
         """What a live range holds in the end, in terms of its dims."""
         return self.env.get(live_range)
+
+    def adds_nothing_unseen(self, maximum: LiveRange) -> bool:
+        """Whether no power that takes a running maximum down is more than nothing where that is the lowest value."""
+        return maximum not in self._unproven
 
     def runs_alike(self, statement: Statement) -> bool:
         """Whether the statement runs, and how often, whatever earlier iterations left."""

@@ -20,12 +20,22 @@ from mesh_tensor.tir.nodes import nodes, same_expression
 
 from .coordinates import Coordinates
 from .factors import Factor
-from .iteration_expressions import chosen
 from .iterations import Iteration
 from .live_ranges import LiveRange
 from .padding import takes_whole_blocks
 from .state_values import Atom, Level, Part, StateValue
-from .statements import RESUMED, Kernel, Loop, Statement, describe, is_load_of, mentions, same_indices, without_binds
+from .statements import (
+    RESUMED,
+    Kernel,
+    Loop,
+    Statement,
+    chosen,
+    describe,
+    is_load_of,
+    mentions,
+    same_indices,
+    without_binds,
+)
 from .states import carrying_loops, changed_in, is_in_place, is_plain
 
 _ONE = Part(Level.FIXED, 1.0)
