@@ -9,6 +9,7 @@ from functools import partial
 
 from tvm import tirx
 
+from kernels.attention_sinks import sink_attention
 from kernels.catalogue.case import KernelFactory
 from kernels.combined import delta_rule, largest_of_rows, one_pass_variance
 from kernels.convolution import convolution_2d
@@ -265,6 +266,13 @@ def _combined() -> Iterator[PlanCase]:
     for of in ("all", "last"):
         options = {**sparse, "largest_of": of}
         yield _case("carried", block_sparse_attention, options, keys=("K2 V2", _STATES, 4 * 256 * (64 + 2)))
+    yield _case(
+        "carried",
+        sink_attention,
+        {"heads": 8, "seq": 4096, "dim": 64, "window": 4096},
+        heads="Q0 K0 V0 Sinks0 Out0",
+        keys=("K1 V1", _STATES, 8 * 4096 * (64 + 2)),
+    )
     yield _case("carried", split_decode, _DECODE, keys=("K1 V1 lse2 partial2", _STATES, _DECODE_STATES))
     linear = {"batch": 4, "heads": 16, "length": 4096, "key_dim": 64, "value_dim": 64, "chunk": 64}
     for decay in (None, 0.99):
