@@ -140,10 +140,24 @@ def _left_behind(
         if loop.var not in statement.vars or statement.write is None:
             continue
         live_range = coordinates.ranges.of(statement.write)
-        if live_range.is_param and (not coordinates.walks(statement.write, factor) or loop.var in live_range.carried):
+        if live_range.is_param and not _is_of_position(statement, live_range, coordinates, factor, loop):
             yield f"{describe(statement)} is of no position"
         elif not live_range.is_param and live_range not in carried and not any(x is loop for x in live_range.scope):
             yield f"{live_range.buffer.name} is used after the loop"
+
+
+def _is_of_position(
+    statement: Statement, live_range: LiveRange, coordinates: Coordinates, factor: Factor, loop: Loop
+) -> bool:
+    """Whether an iteration writes to its own positions of a parameter, and nothing reads what another one wrote."""
+    if not coordinates.walks(statement.target, factor):
+        return False
+    if loop.var not in live_range.carried:
+        return True
+    touched = {s for s, _ in (*live_range.reads, *live_range.writes) if loop.var in s.vars}
+    places = [coordinates.of_statement(s).get(factor) for s in touched]
+    adds_only = not any(loop.var in s.vars for s, _ in live_range.reads)
+    return adds_only and all(place is not None and loop.var in place.terms for place in places)
 
 
 def _carried(iteration: Iteration, live_range: LiveRange) -> Carried | None:
