@@ -20,7 +20,7 @@ from kernels.flash_attention import flash_attention
 from kernels.gemv import gemv, gevm
 from kernels.grouped_query import grouped_decode, grouped_key_gradient, split_decode
 from kernels.layer_norm import layer_norm
-from kernels.linear_attention import linear_attention, value_gradient
+from kernels.linear_attention import linear_attention, query_and_value_gradients, value_gradient
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
@@ -289,6 +289,14 @@ def _combined() -> Iterator[PlanCase]:
         linear,
         heads="Q2 K2 dOut2 dV2",
         sequence=("Q1 K1 dOut1 dV1", _HANDED_BACK, 0, 0, 4 * 16 * 64 * 64),
+    )
+    both = "every device starts from what those before it, and those after it, come to"
+    yield _case(
+        "carried",
+        query_and_value_gradients,
+        linear,
+        heads="Q2 K2 V2 dOut2 dQ2 dV2",
+        sequence=("Q1 K1 V1 dOut1 dQ1 dV1", both, 0, 0, 2 * 4 * 16 * 64 * 64),
     )
     margin = "the first row of the next tile; the states of all and what is left of them"
     yield _case(

@@ -84,10 +84,28 @@ class Scan:
         return [str(part.held.buffer.name) for part in self.carried]
 
 
-def find_scan(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Scan | None:
-    """The scan over a factor, None if it is none: one loop that carries, all of what it carries is such a state, and
-    whatever else it leaves belongs to a position."""
-    loops = carrying_loops(kernel, coordinates, factor)
+def find_scans(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> tuple[Scan, ...]:
+    """The scans over a factor, one after the other, none of which goes on with what another one carries; none where
+    a loop carries anything else."""
+    groups: dict[int, list[Loop]] = {}
+    for loop in carrying_loops(kernel, coordinates, factor):
+        groups.setdefault(next(s.top for s in kernel.statements if loop.var in s.vars), []).append(loop)
+    found = [_scan(kernel, coordinates, factor, loops) for _, loops in sorted(groups.items())]
+    known = tuple(scan for scan in found if scan is not None)
+    held = [(scan, part.held) for scan in known for part in scan.carried]
+    apart = not any(
+        statement in other.body
+        for scan, live_range in held
+        for statement, _ in (*live_range.reads, *live_range.writes)
+        for other in known
+        if other is not scan
+    )
+    return known if apart and len(known) == len(found) else ()
+
+
+def _scan(kernel: Kernel, coordinates: Coordinates, factor: Factor, loops: Sequence[Loop]) -> Scan | None:
+    """The scan of loops in one top-level statement, None if it is none: one loop that carries, all of what it carries
+    is such a state, and whatever else it leaves belongs to a position."""
     loop = next((loop for loop in loops if all(loop.var in s.vars for s in kernel.statements if _in(s, loops))), None)
     if loop is None or not takes_whole_blocks(kernel, factor):
         return None
