@@ -23,16 +23,13 @@ from .live_ranges import LiveRange
 from .state_values import Atom
 from .statements import Access, Kernel, Loop, Statement, chosen, is_load_of
 
-#: What a live range holds from one of its writes on (the write's place among the statements, -1 before all of them);
-#: or what a variable is bound to.
-_Content = tuple[LiveRange, int] | tirx.Var
-
 
 @dataclass(frozen=True, eq=False)
 class _Element:
-    """An element of a content, in terms of the loops around its use."""
+    """An element in terms of the loops around its use. `content`: the live range, and which of its writes it comes
+    from, by the place among the statements, -1 before all of them; or a variable that is bound to it."""
 
-    content: _Content
+    content: tuple[object, object]
     forms: tuple[Linear, ...]
 
 
@@ -61,7 +58,7 @@ class LowestValues:
             known = content is not None and len(forms) == len(access.forms)
             return [_Element(content, tuple(forms))] if known and content is not None else []
         if isinstance(expr, tirx.Var):
-            return [_Element(expr, ())]
+            return [_Element(("bound", expr), ())]
         if isinstance(expr, tirx.Cast) and is_float(expr.dtype) and is_float(expr.value.dtype):
             return self._elements(expr.value, statement)
         if isinstance(expr, tirx.Sub):
@@ -94,7 +91,7 @@ class LowestValues:
         """Whether the element is one of those that a block's maximum, at the row that is taken, is of."""
         operand = _operand(block)
         if isinstance(operand, tirx.Var) or operand is None:
-            return operand is not None and operand.same_as(element.content)
+            return operand is not None and element.content == ("bound", operand)
         places = _places(block.target, maximum.place) if len(block.target.forms) == len(maximum.place) else None
         if places is None or self._content(operand, block) != element.content:
             return False
