@@ -13,7 +13,7 @@ from tvm import arith, tirx
 
 from .effects import leaves_kernel, leaves_loop
 from .linear import holds_always
-from .nodes import nodes
+from .nodes import is_const, nodes
 from .rewrite import sequence
 
 #: Marks the two loops that `with_intervals` made.
@@ -42,7 +42,7 @@ def _apart(loop: tirx.For) -> tirx.Stmt | None:
     is_plain = loop.kind == tirx.ForKind.SERIAL and loop.thread_binding is None and loop.step is None
     if not is_plain or MARK in loop.annotations or not isinstance(loop.body, tirx.SeqStmt):
         return None
-    if not isinstance(loop.extent, tirx.IntImm) or not isinstance(loop.min, tirx.IntImm) or int(loop.min) != 0:
+    if not isinstance(loop.extent, tirx.IntImm) or not is_const(loop.min, 0):
         return None
     stmts = list(loop.body.seq)
     for length in _lengths(loop, (stmts[0], stmts[-1])):
@@ -133,8 +133,7 @@ def _with_whole_places(body: tirx.Stmt, var: tirx.Var) -> tirx.Stmt:
 
 def _is_whole(outer: tirx.For, inner: tirx.For) -> bool:
     """Whether both start at 0, and every interval is as long as the others."""
-    starts = all(isinstance(loop.min, tirx.IntImm) and int(loop.min) == 0 for loop in (outer, inner))
-    return starts and isinstance(inner.extent, tirx.IntImm)
+    return is_const(outer.min, 0) and is_const(inner.min, 0) and isinstance(inner.extent, tirx.IntImm)
 
 
 def _unmarked(loop: tirx.For) -> tirx.Stmt | None:

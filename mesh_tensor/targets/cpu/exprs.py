@@ -11,7 +11,7 @@ from tvm import arith, ir, tirx
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.effects import INTRINSICS
-from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.nodes import is_const, nodes
 from mesh_tensor.tir.user_reports import report_of
 
 BINARY = (
@@ -91,7 +91,7 @@ def if_then(condition: tirx.PrimExpr | None, body: tirx.Stmt) -> tirx.Stmt:
 def loop_nest(loops: Sequence[LoopRange], body: tirx.Stmt) -> tirx.Stmt:
     """Serial loops, the first outermost."""
     for var, begin, end in reversed(loops):
-        extent = end if isinstance(begin, tirx.IntImm) and begin.value == 0 else end - begin
+        extent = end if is_const(begin, 0) else end - begin
         body = tirx.For(var, begin, extent, tirx.ForKind.SERIAL, body)
     return body
 

@@ -17,7 +17,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir.effects import FIX, FROM, changes_nothing, op_name, refuse_thread_groups
-from mesh_tensor.tir.nodes import function_name
+from mesh_tensor.tir.nodes import function_name, is_const
 from mesh_tensor.tir.reducers import parts_of
 from mesh_tensor.tir.tile_ops import Region, TileOp, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, without_thread_tests
@@ -99,7 +99,7 @@ class _Retarget:
         if body is None:
             return None
         body = seq([*allocations, body])
-        return if_then(None if _always(realize.predicate) else self._expr(realize.predicate), body)
+        return if_then(None if is_const(realize.predicate, 1) else self._expr(realize.predicate), body)
 
     def _attr(self, attr: tirx.AttrStmt) -> tirx.Stmt | None:
         return self._stmt(without_thread_tests(attr.body, self._thread_vars) if is_print(attr) else attr.body)
@@ -269,7 +269,3 @@ def _is_grid(stmt: tirx.Stmt) -> bool:
     if not isinstance(stmt, tirx.For) or stmt.thread_binding is None:
         return False
     return stmt.thread_binding.thread_tag.startswith("blockIdx")
-
-
-def _always(predicate: object) -> bool:
-    return isinstance(predicate, tirx.IntImm) and predicate.value == 1
