@@ -14,7 +14,7 @@ from tvm import arith, tirx
 from .effects import leaves_kernel, leaves_loop
 from .linear import holds_always
 from .nodes import is_const, nodes
-from .rewrite import sequence
+from .rewrite import sequence, statements
 
 #: Marks the two loops that `with_intervals` made.
 MARK = "mesh_tensor.interval"
@@ -104,7 +104,7 @@ def _joined(loop: tirx.For) -> tirx.Stmt | None:
     """One loop for two that are still what they were made, seen from the outer one."""
     if loop.annotations.get(MARK) != "outer":
         return None
-    stmts = list(loop.body.seq) if isinstance(loop.body, tirx.SeqStmt) else [loop.body]
+    stmts = statements(loop.body)
     at = next((i for i, stmt in enumerate(stmts) if isinstance(stmt, tirx.For) and MARK in stmt.annotations), None)
     if at is None or any(isinstance(stmt, tirx.Bind) for stmt in stmts) or not _is_whole(loop, stmts[at]):
         return None

@@ -78,11 +78,6 @@ def all_of(conditions: Iterable[tirx.PrimExpr]) -> tirx.PrimExpr | None:
     return result
 
 
-def seq(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
-    """`statements` as one."""
-    return statements[0] if len(statements) == 1 else tirx.SeqStmt(list(statements))
-
-
 def if_then(condition: tirx.PrimExpr | None, body: tirx.Stmt) -> tirx.Stmt:
     """`body` under `condition`, or `body` itself if there is no condition."""
     return body if condition is None else tirx.IfThenElse(condition, body, None)
