@@ -216,7 +216,6 @@ class ModelPieces:
             weights=nbytes,
             elements=elements_of(here, trained),
             tensors=len(trained),
-            matrices=sum(len(self.weights[name]) > 1 for name in trained),
             kept=kept,
             taken=tile_bytes(here, (*here.inputs, *here.stage.takes)),
             received=_whole_bytes(here, here.stage.takes) // here.mesh.num_devices,
@@ -301,7 +300,7 @@ def between(low: Model, high: Model, below: int, above: int, rows: int) -> Model
 
     def mixed(a: Piece, b: Piece) -> Piece:
         numbers = {name: x + share * (getattr(b, name) - x) for name, x in vars(a).items()}
-        whole = ("weights", "elements", "tensors", "matrices", "kept", "taken", "received", "working", "halfway")
+        whole = ("weights", "elements", "tensors", "kept", "taken", "received", "working", "halfway")
         return Piece(**{name: round(n) if name in whole else n for name, n in numbers.items()})
 
     before, layer, after = (mixed(getattr(low, name), getattr(high, name)) for name in ("before", "layer", "after"))
