@@ -18,10 +18,10 @@ from mesh_tensor.rules.operator.index import LOOK_UPS
 
 from .buckets import bucketed
 from .builder import collective_step, with_lifetimes
+from .from_loops import Loops, carried_forms
 from .fuse import fused
 from .in_place import with_updates_in_place
 from .kernel_steps import KernelSteps
-from .loop_steps import Loops, carried_forms
 from .module_decisions import module_decisions
 from .overlap import early_starts, with_overlap
 from .program import Parameter, Program, ProgramValue

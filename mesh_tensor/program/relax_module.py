@@ -20,8 +20,9 @@ from mesh_tensor.plan.ir import Scope
 from mesh_tensor.rules.operator.call import plain
 
 from .from_graph import ModuleProgram, Piece, names_in
+from .loop_step import LoopStep
 from .program import ProgramValue
-from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, WaitStep
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
 
 Numbered = list[tuple[int, Piece]]
 

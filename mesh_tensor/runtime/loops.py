@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program
-from mesh_tensor.program.steps import LoopStep
 
 from .backend import Backend, Memory
 from .elementwise import clone

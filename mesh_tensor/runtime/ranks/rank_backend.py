@@ -10,8 +10,9 @@ import torch
 
 from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.program.builder import with_ends
+from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program, ProgramValue
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step, WaitStep
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
 from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, fill
