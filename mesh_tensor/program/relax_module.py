@@ -15,9 +15,8 @@ from tvm import ir, relax, tirx
 from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.lowering.local_calls import packed
 from mesh_tensor.plan.ir import Scope
-from mesh_tensor.rules.operator.call import plain
+from mesh_tensor.rules.operator.call import packed, plain
 
 from .from_graph import ModuleProgram, Piece, names_in
 from .loop_step import LoopStep
