@@ -10,8 +10,9 @@ from typing import Any
 from mesh_tensor.base.decisions import Decisions, columns
 from mesh_tensor.rules.operator.aten import name_of
 
+from .loop_step import LoopStep
 from .program import Parameter, Program
-from .steps import CollectiveStep, KernelStep, LoopStep, OpStep, Step, WaitStep, of_kinds
+from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep, of_kinds
 from .verify import peak_bytes
 
 _MOST_NAMES = 8

@@ -1,5 +1,5 @@
 """Which nodes are in a statement or an expression (a statement is walked once, however many passes ask), whether two
-expressions are the same, and what a function is called."""
+expressions are the same, or one is a number, and what a function is called."""
 
 from __future__ import annotations
 
@@ -51,6 +51,11 @@ def _by_kind(stmt: tirx.Stmt) -> dict[type, list[tuple[int, Any]]]:
     for entry in enumerate(_all_nodes(stmt)):
         found.setdefault(type(entry[1]), []).append(entry)
     return found
+
+
+def is_const(expr: object, value: int) -> bool:
+    """Whether an expression is this whole number."""
+    return isinstance(expr, tirx.IntImm) and int(expr) == value
 
 
 def function_name(func: Any) -> str:
