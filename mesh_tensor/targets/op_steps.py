@@ -237,12 +237,14 @@ def _looks_at_values(call: OpCall) -> bool:
 
 
 def _without_padding(function: Callable[..., Any], call: OpCall, valid: Sequence[Valid]) -> Callable[..., Any]:
-    """The function of tiles in which padding repeats what is no padding."""
+    """The function of tiles in which padding repeats what is no padding; that of results' gradients stays zero."""
+    given = len(vjp_of(call).given) if operator_name(call) == VJP else len(valid)
 
     def run(*tiles: torch.Tensor) -> Any:
         if any(0 in each.extent and 0 not in each.stored for each in valid):
             return [tiles[0].new_zeros(out.shape, dtype=torch_dtype(out.dtype)) for out in call.outputs]
-        return function(*(each.repeated(tile) for tile, each in zip(tiles, valid, strict=True)))
+        repeated = [each.repeated(tile) for tile, each in zip(tiles[:given], valid, strict=False)]
+        return function(*repeated, *tiles[given:])
 
     return run
 

@@ -117,6 +117,19 @@ def test_they_train():
         torch.testing.assert_close(run(x, y), expected.detach())
 
 
+def test_gradients_of_what_is_broadcast():
+    """Padding of the result's gradient is none of the sum."""
+    x, y = rows(5, 2), torch.tensor(0.3)
+    model = Function(lambda a, b: (torch.fmax(a, b) * a.detach().cos()).sum())
+    imported = mt.from_torch(torch.export.export(model, (x, y)))
+    names = [param.name_hint for param in imported.mod["main"].params]
+    with machine(1):
+        run = mt.distribute_module(mt.gradient(imported, wrt=names), {"x": 3}, {names[0]: {"x": 0}}, poison=True)
+    given = [x.requires_grad_(), y.requires_grad_()]
+    expected = torch.autograd.grad(model(*given), given)
+    torch.testing.assert_close(run(x.detach(), y.detach())[1], expected)
+
+
 def test_functions_are_told_from_what_is_none():
     aten = torch.ops.aten
     for op in (aten.add_.Tensor, aten.view.default, aten.as_strided_copy.default, aten.rand_like.default):
