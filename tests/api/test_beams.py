@@ -107,7 +107,7 @@ def test_several_rows_of_a_prompt(made):
     ids=["heads", "rows that stay", "rows that change devices"],
 )
 def test_rows_that_take_places_of_others(imported, layout, places, stay):
-    layouts = {name: layout for name in ("keys_0", "values_0")}
+    layouts = dict.fromkeys(("keys_0", "values_0"), layout)
     run = mt.distribute_module(imported[1], {"x": 2, "y": 2}, layouts, poison=True)
     mt.generate(run, IDS, 3, attention_mask=MASK)
     before, places = run.state_dict(), torch.tensor(places)
