@@ -135,10 +135,10 @@ class MeshModule:
         names = self._signature.names
         return {theirs: tuple(first.shape) for name, first in self._state.first.items() for theirs in names[name]}
 
-    def change_state(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-        """What the module writes is what `change` makes of it, by parameter, whole. On ranks all have to ask."""
+    def reorder_state(self, places: torch.Tensor) -> None:
+        """Each row of what the module writes is what the row at its place was. On ranks all have to ask."""
         with torch.no_grad():
-            self.on_all_ranks("state", lambda _: self._state.change(change))
+            self.on_all_ranks("state", lambda _: self._state.reorder(places))
 
     def _state_values(self, full: bool) -> dict[str, Any]:
         """What the module writes, by parameter. On ranks all have to ask."""
