@@ -38,7 +38,7 @@ FUNCTIONS = {
     "unused results": lambda w, x: torch.max(w @ x, -1).values,
     "unsafe reshapes": lambda w, x: (w @ x).transpose(0, 1).reshape(2, 8).contiguous().to(torch.float64),
     "what it is given": lambda w, x: (F.dropout(x, training=False), x, w + x),
-    "norms": lambda w, x: F.softmax(F.instance_norm(x[None] @ w), -1),
+    "norms": lambda w, x: F.softmax(F.batch_norm(x[None] @ w, None, None, training=True), -1),
     "constants": constant_part,
     "written": lambda w, x: (w @ x).add_(1).relu_(),
     "random access": lambda w, x: w.index_select(0, x.argmax(-1)).cumsum(0),
