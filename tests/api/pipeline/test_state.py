@@ -18,7 +18,7 @@ def example(rows=ROWS):
     return torch.randn(rows, 6), torch.randn(rows, 6)
 
 
-def pipeline(model, cuts=["fcs.1"], topology=TOPOLOGY, microbatches=3, **options):
+def pipeline(model, cuts=("fcs.1",), topology=TOPOLOGY, microbatches=3, **options):
     module = mt.from_torch(torch.export.export(model, example()))
     named = [*NORMS, "fcs.1"] if model.counts else NORMS
     options = {"train": True, "per_microbatch": named, **options}
