@@ -113,6 +113,25 @@ OPEN = {
 }
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm2d(2, affine=True)
+
+    def forward(self, x):
+        return F.interpolate(self.norm(x) + x, scale_factor=2, mode="bilinear")
+
+
+def test_rows_stay_rows_of_an_open_batch():
+    """Instance norms mix no rows and channels; tracing an upsampling takes no size for good."""
+    model, x = Scaled(), torch.randn(3, 2, 4, 4)
+    nn.init.normal_(model.norm.weight)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=1, max=9)},))
+    run = mt.pipeline(mt.from_torch(program), {"m0": {"d": 2}, "m1": {"d": 1}}, ["norm"], microbatches=3)
+    x = torch.randn(7, 2, 4, 4)
+    torch.testing.assert_close(run(x), model(x).detach())
+
+
 @pytest.mark.parametrize("name", OPEN)
 def test_open_sizes(name):
     """One graph for all sizes, of the operators that torch finds, and right at all of them."""
