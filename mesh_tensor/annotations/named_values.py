@@ -39,12 +39,14 @@ class NamedValues:
 
     def meant_by(self, names: Iterable[Any]) -> tuple[list[tuple[Any, Key, relax.Var]], list[str]]:
         """Each name, or pattern, with the values that it means; and what is wrong with names. What a name means,
-        patterns don't mean as well."""
+        patterns don't mean as well. The name of a submodule that is called several times means all that it gives."""
         meant, problems, patterns = [], [], []
         for name in names:
             found = self._find(name)
             if isinstance(found, str) and is_pattern(name):
-                patterns.append(name)
+                patterns.append((name, name))
+            elif isinstance(found, str) and f"{name}@0" in self._sources:
+                patterns.append((name, f"{name}@*"))
             elif isinstance(found, str):
                 problems.append(found)
             elif found[0] in self._unused and self._named.ours(name) != name:
@@ -52,11 +54,11 @@ class NamedValues:
             else:
                 meant.append((name, *found))
         taken = {key for _, key, _ in meant}
-        for pattern in patterns:
+        for name, pattern in patterns:
             fitting = self._fitting(pattern)
             if not fitting:
                 problems.append(f"no value that is used has a name like {_shown(pattern)}")
-            meant += [(pattern, key, var) for key, var in fitting.items() if key not in taken]
+            meant += [(name, key, var) for key, var in fitting.items() if key not in taken]
         return meant, problems
 
     def _find(self, name: Any) -> tuple[Key, relax.Var] | str:

@@ -54,13 +54,15 @@ class BeamSearch:
         self._number = 0
 
     def step(
-        self, scores: torch.Tensor, ended: Callable[[torch.Tensor], torch.Tensor]
+        self, scores: torch.Tensor, ended: Callable[[torch.Tensor], torch.Tensor], noise: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the next token's logarithmic probabilities, (rows, vocabulary), those that are followed: per row the one
-        that it goes on from, and the token. `ended` tells which of rows of ids (rows, positions) end there."""
+        that it goes on from, and the token. `ended` tells which of rows of ids (rows, positions) end there. With
+        Gumbel's `noise`, (prompts, beams * vocabulary), the likeliest are those drawn without putting back."""
         (prompts, _, width), words = self._ids.shape, scores.shape[1]
         total = (scores.reshape(prompts, -1, words) + self._scores[..., None]).reshape(prompts, -1)
-        likeliest, places = total.topk(min(self._kept, total.shape[1]))
+        places = (total if noise is None else total + noise).topk(min(self._kept, total.shape[1])).indices
+        likeliest = total.gather(1, places)
         rows, tokens = places // words, places % words
         ids = torch.cat([self._ids.gather(1, rows[..., None].expand(-1, -1, width)), tokens[..., None]], dim=2)
         self._number += 1
@@ -77,15 +79,12 @@ class BeamSearch:
         """Whether no prompt goes on."""
         return not any(self._open)
 
-    def best(self, pad: int) -> torch.Tensor:
-        """The best row of each prompt, filled up with `pad`."""
-        found = [max(ended, key=lambda one: one[0])[1] if ended else ids[0] for ended, ids in self._rows]
+    def best(self, pad: int, each: int) -> torch.Tensor:
+        """The `each` best rows of each prompt, filled up with `pad`."""
+        both = zip(self._ended, self._ids, strict=True)
+        found = [row for ended, ids in both for row in ([row for _, row in ended] or list(ids))[:each]]
         widest = max(map(len, found))
         return torch.stack([torch.nn.functional.pad(row, (0, widest - len(row)), value=pad) for row in found])
-
-    @property
-    def _rows(self) -> list[tuple[list[tuple[float, torch.Tensor]], torch.Tensor]]:
-        return list(zip(self._ended, self._ids, strict=True))
 
     def _end(self, ids: torch.Tensor, scores: torch.Tensor, done: torch.Tensor) -> None:
         """Rows that end, of the best, are among the best of those that ended."""

@@ -46,9 +46,11 @@ class Decoding:
                 break
         return model.ids[:count]
 
-    def best(self, ids: torch.Tensor, mask: torch.Tensor, beams: Beams) -> torch.Tensor:
-        """At most `batch` rows of beams, and what follows their prompts best."""
+    def best(self, ids: torch.Tensor, mask: torch.Tensor, first: int, beams: Beams, each: int) -> torch.Tensor:
+        """At most `batch` rows of beams, the first prompt of which has the number `first`: the `each` best of each
+        prompt."""
         search = BeamSearch(beams, ids, self.most, len(self.ends))
+        prompts, sampling, least = len(ids), self.sampling, max(2, 1 + len(self.ends))
         ids, mask = (tensor.repeat_interleave(beams.count, dim=0) for tensor in (ids, mask))
         count, ends = len(ids), torch.tensor(self.ends, dtype=torch.int64)
         model = _Model(self.run, ids, mask, self.batch, self.length)
@@ -57,15 +59,19 @@ class Decoding:
             return torch.isin(made[:, -1], ends) | self.own.ended(made)
 
         for number in range(self.most):
-            logits = self.sampling.checked(model.logits(), number).to("cpu", torch.float32)
-            scores = self.sampling.adjusted(logits.log_softmax(-1), *model.has, number, self.ends)
-            places, tokens = search.step(self.own.processed(model.has[0][:count], scores)[:count], ended)
+            logits = sampling.checked(model.logits(), number).to("cpu", torch.float32)
+            scores = sampling.adjusted(logits.log_softmax(-1), *model.has, number, self.ends)
+            scores, noise = self.own.processed(model.has[0][:count], scores)[:count], None
+            if sampling.temperature:
+                scores = sampling.warped(scores, least)
+                noise = sampling.noise(scores.numel() // prompts, number, range(first, first + prompts))
+            places, tokens = search.step(scores, ended, noise)
             same_on_ranks(self.run, f"token {number}", places, tokens, search.is_over)
             if search.is_over:
                 break
             model.go_on_from(places)
             model.take(tokens)
-        return search.best(self.pad)
+        return search.best(self.pad, each)
 
 
 class _Model:
@@ -106,7 +112,7 @@ class _Model:
         places = places[torch.arange(self._batch).clamp(max=len(places) - 1)]
         self.ids = self.ids[places]
         if not torch.equal(places, torch.arange(self._batch)):
-            self._run.change_state(lambda _, tensor: tensor[places.to(tensor.device)])
+            self._run.reorder_state(places)
 
 
 def same_on_ranks(run: MeshModule, what: str, *found: Any) -> None:

@@ -39,6 +39,7 @@ def generate(
     seed: int = 0,
     eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
     pad_token_id: int | None = None,
+    num_return_sequences: int | None = None,
     num_beams: int | None = None,
     length_penalty: float | None = None,
     early_stopping: bool | str | None = None,
@@ -71,8 +72,11 @@ def generate(
         seed: tokens that are drawn are a function of seed, row and position, on any mesh.
         eos_token_id: the token, or tokens, that end a row.
         pad_token_id: what follows the end of a row; None: the first of `eos_token_id`.
-        num_beams, length_penalty, early_stopping: so many rows are followed for each prompt, of which the best is
-            returned (see `Beams`). The module's batch has room for so many rows a prompt.
+        num_return_sequences: how many rows are returned for each prompt, one after the other: drawn apart, or the best
+            of its beams. Without either there is one.
+        num_beams, length_penalty, early_stopping: so many rows are followed for each prompt, of which the best are
+            returned (see `Beams`); where tokens are drawn, they go on as drawn without putting back. The module's batch
+            has room for so many rows a prompt.
         stop_strings: a row ends with the token that completes one of these in the text that `tokenizer` makes of it.
         stopping_criteria: functions of ids (rows, positions) and None that say per row whether it ends there, one or
             several, as transformers' are; they see the prompts of one turn. On ranks, each calls its own.
@@ -81,7 +85,7 @@ def generate(
         others: none: arguments that transformers' `generate` has beside these are refused by name.
 
     Returns:
-        (rows, positions + new tokens) ids: those given, and what follows.
+        (rows * num_return_sequences, positions + new tokens) ids: those given, and what follows.
 
     Raises:
         MeshTensorError: arguments that don't fit, all named, more tokens than the module has room for, functions
@@ -98,6 +102,7 @@ def generate(
         "min_new_tokens": min_new_tokens,
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
+        "num_return_sequences": num_return_sequences,
         "num_beams": num_beams,
         "length_penalty": length_penalty,
         "early_stopping": early_stopping,
@@ -109,17 +114,19 @@ def generate(
     mask = torch.ones_like(ids) if attention_mask is None and isinstance(ids, torch.Tensor) else attention_mask
     pad = said.get("pad_token_id", next(iter(ends), 0))
     batch, length = _room(run, ids, mask, most)
-    beams = _beams(run, said, sampling, batch)
+    beams = _beams(run, said, batch)
+    each = _returned(said.get("num_return_sequences", 1), sampling, beams)
     own = OwnFunctions.of(run, said.get("stop_strings"), tokenizer, stopping_criteria, logits_processor)
-    same_on_ranks(run, "arguments of generate", ids, mask, (most, sampling, beams, ends, pad, own.counts))
+    same_on_ranks(run, "arguments of generate", ids, mask, (most, sampling, beams, each, ends, pad, own.counts))
+    drawn, ids = Decoding(run, sampling, own, ends, pad, batch, length, most), ids.to(torch.int64)
+    if beams.count == 1:
+        ids, mask = (tensor.repeat_interleave(each, dim=0) for tensor in (ids, mask))
     at_once = batch // beams.count
     turns = [slice(row, row + at_once) for row in range(0, len(ids), at_once)]
-    drawn = Decoding(run, sampling, own, ends, pad, batch, length, most)
-    ids = ids.to(torch.int64)
     if beams.count == 1:
         made = [drawn.rows(ids[turn], mask[turn], turn.start) for turn in turns]
     else:
-        made = [drawn.best(ids[turn], mask[turn], beams) for turn in turns]
+        made = [drawn.best(ids[turn], mask[turn], turn.start, beams, each) for turn in turns]
     widest = max(rows.shape[1] for rows in made)
     return torch.cat([torch.nn.functional.pad(rows, (0, widest - rows.shape[1]), value=pad) for rows in made])
 
@@ -141,12 +148,26 @@ def _sampling(said: Mapping[str, Any], seed: int) -> Sampling:
     )
 
 
-def _beams(run: MeshModule, said: Mapping[str, Any], sampling: Sampling, batch: int) -> Beams:
+def _returned(each: Any, sampling: Sampling, beams: Beams) -> int:
+    """How many rows are returned for each prompt."""
+    problem = None
+    if not (type(each) is int and each >= 1):
+        problem = f"num_return_sequences is {shown(each)}, but it has to be a positive number"
+    elif each > beams.count > 1:
+        problem = f"{each} rows are to be returned of {beams.count} beams"
+    elif each > beams.count and not sampling.temperature:
+        problem = f"{each} rows are to be returned, but the likeliest tokens make one"
+    if problem:
+        refuse(problem, where="generate", fix="draw tokens (do_sample=True), or follow as many beams (num_beams)")
+    return int(each)
+
+
+def _beams(run: MeshModule, said: Mapping[str, Any], batch: int) -> Beams:
     names = {"num_beams": "count", "length_penalty": "length_penalty", "early_stopping": "early_stopping"}
     beams = Beams(**{field: said[name] for name, field in names.items() if name in said})
     if beams.count == 1:
         return beams
-    problems = [f"{beams.count} beams of drawn tokens"] if sampling.temperature else []
+    problems = []
     if beams.count > batch:
         problems.append(f"{beams.count} beams, but the module takes {batch} rows")
     shapes = run.state_shapes
@@ -154,7 +175,7 @@ def _beams(run: MeshModule, said: Mapping[str, Any], sampling: Sampling, batch: 
     if others or not shapes:
         problems.append(f"the module keeps {listing(others)}, of which nothing says which rows it belongs to")
     if problems:
-        refuse(problems, where="beams of generate", fix=f"take the likeliest tokens of a module that keeps {_BY_ROW}")
+        refuse(problems, where="beams of generate", fix=f"follow fewer, of a module that keeps only {_BY_ROW}")
     return beams
 
 

@@ -12,7 +12,7 @@ _TOP_K = 50  # what transformers draws from where a config leaves it open
 _READ = {
     *("max_new_tokens", "max_length", "min_new_tokens", "min_length", "do_sample", "temperature", "top_k", "top_p"),
     *("repetition_penalty", "eos_token_id", "pad_token_id", "stop_strings"),
-    *("num_beams", "length_penalty", "early_stopping"),
+    *("num_return_sequences", "num_beams", "length_penalty", "early_stopping"),
 }
 # What changes no token of a model that is given prompts: how it is run, and what of other models.
 _NO_TOKENS = {
@@ -24,7 +24,7 @@ _NO_TOKENS = {
 }
 # Values with which the rest changes nothing; None and False never do.
 _NEUTRAL = {
-    **dict.fromkeys(("num_beam_groups", "num_return_sequences", "guidance_scale"), 1),
+    **dict.fromkeys(("num_beam_groups", "guidance_scale"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty", "penalty_alpha"), 0),
     "encoder_repetition_penalty": 1,
 }

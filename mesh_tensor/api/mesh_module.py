@@ -10,12 +10,12 @@ import torch
 from tvm import ir
 
 from mesh_tensor.annotations.annotate_module import read_module_annotations
-from mesh_tensor.annotations.names import flat_arguments, with_flat_parameters
+from mesh_tensor.annotations.names import with_flat_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
 from mesh_tensor.importers.constants import Constants
-from mesh_tensor.importers.imported import CallForm
+from mesh_tensor.importers.imported import CallForm, call_tensors
 from mesh_tensor.program.explain import explain, summary
 from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
 from mesh_tensor.program.program import Program
@@ -135,10 +135,10 @@ class MeshModule:
         names = self._signature.names
         return {theirs: tuple(first.shape) for name, first in self._state.first.items() for theirs in names[name]}
 
-    def change_state(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-        """What the module writes is what `change` makes of it, by parameter, whole. On ranks all have to ask."""
+    def reorder_state(self, places: torch.Tensor) -> None:
+        """Each row of what the module writes is what the row at its place was. On ranks all have to ask."""
         with torch.no_grad():
-            self.on_all_ranks("state", lambda _: self._state.change(change))
+            self.on_all_ranks("state", lambda _: self._state.reorder(places))
 
     def _state_values(self, full: bool) -> dict[str, Any]:
         """What the module writes, by parameter. On ranks all have to ask."""
@@ -165,7 +165,7 @@ class MeshModule:
 
     @undisturbed
     def __call__(self, *args: Any, **named: Any) -> Any:
-        arguments, named = self._arguments(args, named)
+        arguments, named = call_tensors(self._form, args, named)
         given = [*arguments, *named.values()]
 
         def bind() -> dict[str, Any]:
@@ -318,17 +318,10 @@ class MeshModule:
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
         """The tensors of a call by parameter, weights among them, and the plan for their sizes that takes no axis
         apart; nothing is run."""
-        arguments, named = self._arguments(args, named)
+        arguments, named = call_tensors(self._form, args, named)
         tensors = self._signature.bind(self._held, arguments, named)
         self._plan = self._planned(self._signature.check(tensors), whole_axes=True)
         return tensors, self._plan
-
-    def _arguments(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The tensors of a call, in order, and by parameter."""
-        if self._form is None:
-            return list(flat_arguments(args)), named
-        passed = {name: tensor for name, tensor in named.items() if self._form.is_other(name)}
-        return self._form.tensors(args, {name: given for name, given in named.items() if name not in passed}), passed
 
     @property
     def _held(self) -> Mapping[str, Any]:

@@ -133,7 +133,7 @@ def load(
     **options: Any,
 ) -> MeshModule:
     """What `save` wrote, as a module on a mesh: of as many devices as you have now. Weights are read where they are
-    needed, on ranks a rank's tiles only.
+    needed, on ranks a rank's tiles only. Results are tensors and tuples: classes of a model's own are not saved.
 
     Args:
         folder: the folder.

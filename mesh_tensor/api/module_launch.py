@@ -22,12 +22,12 @@ from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.dtensor import local_part
 from mesh_tensor.runtime.virtual.launch import Launch
-from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, of_tiles
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.tile_memory import memory_of
 
-from .module_ports import HeldWeights, ModulePort, Refined, apart, constant_tensor, ports_of, whole
+from .module_ports import HeldWeights, ModulePort, Refined, apart, constant_tensor, picked, ports_of, whole
 
 if TYPE_CHECKING:
     from .mesh_module import AnyLaunch
@@ -72,6 +72,16 @@ class ModuleLaunch:
         """What the program has for a parameter, as callers know it."""
         made = self._port(name).merge(tensor)
         return made.full() if full and isinstance(made, MeshTensor) else made
+
+    def reordered(self, name: str, tensor: MeshTensor, places: torch.Tensor) -> MeshTensor | None:
+        """A parameter, as the program has it, with each row in place of another; None if rows change devices."""
+        rows = self._port(name).rows(places)
+        if rows is None:
+            return None
+        made: dict[int, torch.Tensor] = {}
+        for tile, own in zip(tensor.tiles(), rows, strict=True):
+            made.setdefault(id(tile), picked(tile, own))
+        return of_tiles([made[id(tile)] for tile in tensor.tiles()], tensor.layout)
 
     def step(
         self,
@@ -161,11 +171,15 @@ class ModuleState(Collection[str]):
         launch: Any = self._launch
         return {name: launch.leave(name, tensor, full) for name, tensor in self._kept.items()}
 
-    def change(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-        """What the last call left becomes what `change` makes of it, whole, and lies as it did."""
+    def reorder(self, places: torch.Tensor) -> None:
+        """Each row of what the last call left becomes what the row at its place was; it lies as it did."""
         launch: Any = self._launch
-        left = {name: change(name, launch.leave(name, tensor, True)) for name, tensor in self._kept.items()}
-        self._kept = {name: launch.enter(name, tensor) for name, tensor in left.items()}
+        for name, tensor in self._kept.items():
+            made = launch.reordered(name, tensor, places)
+            if made is None:
+                whole = launch.leave(name, tensor, True)
+                made = launch.enter(name, whole[places.to(whole.device)])
+            self._kept[name] = made
 
     def __contains__(self, name: object) -> bool:
         return name in self.first

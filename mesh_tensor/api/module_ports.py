@@ -123,9 +123,30 @@ class ModulePort:
             return distribute(self.restored(result.full()), self.named.mesh, self.named)
         return _relabel(result.redistribute(self.nameable), self.shape, self.named)
 
+    def rows(self, places: torch.Tensor) -> list[torch.Tensor] | None:
+        """Per device the rows of its part that take the place of those it has, where each row of the whole becomes what
+        the one at its place was; None if some device lacks one."""
+        if len(self.dims[0]) != 1 or (self.order is not None and self.order.dim == 0):
+            return None
+        found = []
+        for device in range(self._mesh.num_devices):
+            first = self.sharding.tile_offset(self.refined, device)[0]
+            count = self.sharding.valid_extent(self.refined, device)[0]
+            own = places[first : first + count] - first
+            if bool(((own < 0) | (own >= count)).any()):
+                return None
+            found.append(own)
+        return found
+
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype."""
         return torch_dtype(self.dtype)
+
+
+def picked(part: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """These rows of a device's part, and the padding after them, if there is any."""
+    padding = torch.arange(len(rows), len(part))
+    return part.index_select(0, torch.cat([rows, padding]).to(part.device))
 
 
 @dataclass(frozen=True, eq=False)

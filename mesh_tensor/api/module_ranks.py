@@ -30,7 +30,7 @@ from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import Records
 
-from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, ports_of
+from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, picked, ports_of
 
 
 class RankModuleLaunch:
@@ -178,6 +178,11 @@ class RankModuleLaunch:
     def leave(self, name: str, local: torch.Tensor, full: bool) -> Any:
         """What this rank has of a parameter, as callers know it: a DTensor, or the whole. All ranks have to ask."""
         return self._leave(self._ports[self._inputs[name]], local, not full)
+
+    def reordered(self, name: str, local: torch.Tensor, places: torch.Tensor) -> torch.Tensor | None:
+        """As `ModuleLaunch.reordered`, of this rank's part: the same on all ranks is None."""
+        rows = self._ports[self._inputs[name]].rows(places)
+        return None if rows is None else picked(local, rows[self.ranks.rank])
 
     def step(
         self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor], watched: Collection[str], leave: Leave

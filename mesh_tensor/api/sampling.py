@@ -83,23 +83,41 @@ class Sampling:
             refuse(f"logits of token {number} are NaN or infinite", fix="look at the model's weights and inputs")
         return logits
 
-    def kept(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of one row, the tokens that may be drawn, the likeliest first, and their weights; these sum up to 1 if all
-        are kept."""
+    def kept(self, logits: np.ndarray, least: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Of one row, the tokens that may be drawn, at `least` so many, the likeliest first, and their weights; these
+        sum up to 1 if all are kept."""
         scaled = (logits - logits.max()) / self.temperature
         order = np.argsort(-scaled, kind="stable")
         order = order[np.isfinite(scaled[order])]
-        if self.top_k is not None and self.top_k < len(order):
-            order = order[scaled[order] >= scaled[order[self.top_k - 1]]]
+        if self.top_k is not None and (most := max(self.top_k, least)) < len(order):
+            order = order[scaled[order] >= scaled[order[most - 1]]]
         weights = np.exp(scaled[order])
         weights /= weights.sum()
         if self.top_p is None:
             return order, weights
         before = np.concatenate([[0.0], np.cumsum(weights)[:-1]])
-        return order[before < self.top_p], weights[before < self.top_p]
+        stays = (before < self.top_p) | (np.arange(len(order)) < least)
+        return order[stays], weights[stays]
+
+    def warped(self, scores: torch.Tensor, least: int) -> torch.Tensor:
+        """Scores (rows, vocabulary) over the temperature, and -inf for what may not be drawn."""
+        made = torch.full_like(scores, -torch.inf)
+        for new, old in zip(made, scores, strict=True):
+            if bool(old.isfinite().any()):
+                order = torch.from_numpy(self.kept(old.to(torch.float64).numpy(), least)[0])
+                new[order] = old[order] / self.temperature
+        return made
+
+    def noise(self, count: int, number: int, rows: range) -> torch.Tensor:
+        """Gumbel's noise for the `number`th draw of each of the rows, (rows, count)."""
+        drawn = [self._generator(row, number).random(count) for row in rows]
+        return torch.from_numpy(-np.log(-np.log(np.maximum(drawn, np.finfo(np.float64).tiny))))
 
     def _drawn(self, logits: np.ndarray, row: int, number: int) -> int:
         tokens, weights = self.kept(logits)
-        place = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, row, number])).random()
+        place = self._generator(row, number).random()
         ends = np.cumsum(weights)
         return int(tokens[min(int(np.searchsorted(ends, place * ends[-1], side="right")), len(tokens) - 1)])
+
+    def _generator(self, row: int, number: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, row, number]))

@@ -105,6 +105,7 @@ def _as_tuple(function: relax.Function) -> relax.Function:
     return builder.normalize(relax.Function(function.params, inner, result, function.is_pure, function.attrs))
 
 
+LOSS_SCALE, GOOD_STEPS = "opt.loss_scale", "opt.loss_scale_steps"
 _FIRST, _LARGEST, _INTERVAL = 2.0**16, 2.0**24, 2000  # torch.amp.GradScaler's first scale and interval
 
 
@@ -134,6 +135,18 @@ class LossScale:
         if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < float("inf"):
             return LossScale(float(given))
         return refuse(f"loss_scale={shown(given)}", fix='use "dynamic", a number above 0, or None')
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What of it a run keeps."""
+        if not self.dynamic:
+            return {}
+        return {LOSS_SCALE: torch.tensor(self.value, dtype=torch.float64), GOOD_STEPS: torch.tensor(self.good)}
+
+    def loaded(self, state: Mapping[str, Any]) -> LossScale:
+        """This one as a run's state has it, if that has one."""
+        if not self.dynamic or not {LOSS_SCALE, GOOD_STEPS} <= state.keys():
+            return self
+        return replace(self, value=float(state[LOSS_SCALE]) or 1.0, good=int(state[GOOD_STEPS]))
 
     @property
     def can_fall(self) -> bool:

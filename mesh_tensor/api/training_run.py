@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -24,7 +23,7 @@ from .training import TrainingStep
 if TYPE_CHECKING:
     from .mesh_module import MeshModule
 
-STEP, LOSS_SCALE, GOOD_STEPS = "opt.step", "opt.loss_scale", "opt.loss_scale_steps"
+STEP = "opt.step"
 
 
 class TrainingRun:
@@ -132,11 +131,7 @@ class TrainingRun:
 
     def _counts(self) -> dict[str, torch.Tensor]:
         """What of the state is no tensor of the module's."""
-        counts = {STEP: torch.tensor(self.steps)}
-        if self._scale is None or not self._scale.dynamic:
-            return counts
-        scale = torch.tensor(self._scale.value, dtype=torch.float64)
-        return {**counts, LOSS_SCALE: scale, GOOD_STEPS: torch.tensor(self._scale.good)}
+        return {STEP: torch.tensor(self.steps)} | ({} if self._scale is None else self._scale.state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that `state_dict` gave, perhaps on another mesh: whole tensors or DTensors.
@@ -164,8 +159,7 @@ class TrainingRun:
         kept = self._module.as_state({names[name]: state[name] for name in names})
         self._state, self.steps, self._lost = kept, int(numbers[STEP] or 0), ""
         self._bounded = self._is_bounded(kept)
-        if self._scale is not None and self._scale.dynamic:
-            self._scale = replace(self._scale, value=numbers[LOSS_SCALE] or 1.0, good=int(numbers[GOOD_STEPS] or 0))
+        self._scale = self._scale and self._scale.loaded(numbers)
 
     @property
     def _kept(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 from tvm import ir
 
-from mesh_tensor.annotations.names import Fresh
+from mesh_tensor.annotations.names import Fresh, flat_arguments
 from mesh_tensor.base.errors import listing, refuse, shown
 
 from .constants import Constants
@@ -167,6 +167,18 @@ class CallForm:
         return self.results.unflatten(
             [self.made[number] if number in self.made else next(rest) for number in range(count)]
         )
+
+
+def call_tensors(
+    form: CallForm | None, args: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The tensors of a call, in order, and by parameter: those of arguments that the model was not recorded with."""
+    if form is None:
+        return list(flat_arguments(args)), dict(named)
+    passed = {name: tensor for name, tensor in named.items() if form.is_other(name)}
+    if passed and len(passed) == len(named) and not args:
+        return [], passed
+    return form.tensors(args, {name: given for name, given in named.items() if name not in passed}), passed
 
 
 def form_of(program: torch.export.ExportedProgram) -> CallForm:

@@ -21,6 +21,7 @@ from .torch_general import stays
 from .torch_program import ASSERTIONS
 
 _FAILED = object()
+_INSTANCE_NORM = torch.ops.aten.instance_norm.default
 LOOPS = (scan_op, while_loop_op)
 _ARITHMETIC = frozenset(function for function in vars(operator).values() if callable(function))
 _SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)
@@ -48,12 +49,21 @@ def decomposed(
     """The program, taken apart but for the operators that are `kept`. `known` are the names of operators that can be
     imported. Where torch's own way may do something else, it is taken."""
     ops = {op: made_of for op, made_of in _decompositions(_composite_ops()).items() if op not in kept}
+    norms = [node for node in program.graph.nodes if node.target is _INSTANCE_NORM]
+    if all(node.args[3] is None and node.args[4] is None for node in norms):
+        ops[_INSTANCE_NORM] = _instance_norm
     if (made := _Decomposition(program, ops, kept, known).made()) is not None:
         return made
     program = program.run_decompositions(ops)
     # What torch's own way leaves: loops, and operators that are made of others in two ways.
     left = any(node.target in LOOPS or node.target in ops for node in program.graph.nodes)
     return (_Decomposition(program, ops, kept, known).made() if left else None) or program
+
+
+def _instance_norm(x: Any, weight: Any, bias: Any, mean: None, var: None, *more: Any) -> torch.Tensor:
+    """Without running statistics: over each row's channels by themselves, which torch's own way takes as one row's."""
+    *_, epsilon, _ = more
+    return torch.ops.aten.group_norm.default(x, x.shape[1], weight, bias, epsilon)
 
 
 def _composite_ops() -> frozenset[str]:
@@ -183,6 +193,8 @@ class _Decomposition:
     def _is_made_of_others(self, target: Any) -> bool:
         if target in _SIZES or not isinstance(target, torch._ops.OpOverload) or target in self._kept:
             return False
+        if target.__name__.startswith("upsample") and _op_name(target) in self._names:
+            return False  # tracing these takes an open size for the example's
         if target in self._table or (_op_name(target) not in self._names and target in decomposition_table):
             return True
         return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")

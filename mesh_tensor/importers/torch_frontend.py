@@ -25,10 +25,11 @@ def from_torch(program: torch.export.ExportedProgram, *, check: bool = True, buf
 
     Its function `main` takes the inputs in torch's order (nested ones flattened), under torch's names for them, then
     the parameters: "blocks.0.fc.weight" is called `blocks_0_fc_weight` (an identifier; `p_` stands in front of a name
-    that begins with a digit). `annotate_module` knows them by both names; it also takes the name of a submodule that is
-    called once, "blocks.0.fc", for the tensor that it gives. Buffers are constants, but for those that the program
-    writes: they come after the parameters, and their new values are the last results. What goes in or out and is no
-    tensor is left out, but `distribute_module` of what this gives knows of it. A single result is no tuple.
+    that begins with a digit). `annotate_module` knows them by both names; it also takes the name of a submodule,
+    "blocks.0.fc", for the tensor that it gives; of one that is called several times, "fc@0" is the first. Buffers are
+    constants, but for those that the program writes: they come after the parameters, and their new values are the last
+    results. What goes in or out and is no tensor is left out, but `distribute_module` of what this gives knows of it. A
+    single result is no tuple.
     `scaled_dot_product_attention`, `layer_norm`, `rms_norm`, `gelu` and others that Relax has stay one operator each.
     A program in which dropout is at work takes a whole number as its last input, `dropout_seed`: what is dropped
     follows from it and from where it stands in the whole tensor, so it is the same on any mesh.

@@ -288,20 +288,20 @@ def _with_attributes(func: relax.Function, names: dict[str, str], state: tuple[s
 
 
 def _results(program: torch.export.ExportedProgram) -> dict[str, torch.fx.Node]:
-    """From submodules to the nodes that make what they give, where that is one tensor beside what they write."""
+    """From submodules to the nodes that make what they give, where that is one tensor beside what they write; calls of
+    one that is called several times are "fc@0", "fc@1", ..."""
     found: dict[str, set[torch.fx.Node]] = {}
     signature = program.graph_signature
     written = signature.buffers_to_mutate.keys() - set(signature.user_outputs)
     for node in program.graph.nodes:
         is_kept = node.name in written and all(user.op == "output" for user in node.users)
-        if node.op == "call_function" and not is_kept:
+        is_size = isinstance(node.meta.get("val"), torch.SymInt)
+        if node.op == "call_function" and not is_kept and not is_size:
             for path in _paths(node) - _inside_all_users(node):
                 found.setdefault(path, set()).add(node)
     again = {path.partition("@")[0] for path in found if "@" in path}
     return {
-        path: next(iter(nodes))
-        for path, nodes in found.items()
-        if len(nodes) == 1 and path.partition("@")[0] not in again
+        f"{path}@0" if path in again else path: next(iter(nodes)) for path, nodes in found.items() if len(nodes) == 1
     }
 
 

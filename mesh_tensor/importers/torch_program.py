@@ -58,7 +58,7 @@ def check_program(program: torch.export.ExportedProgram) -> None:
     """Refuse what is neither a tensor nor a constant, and writes to anything but buffers; all that is found."""
     specs = program.graph_signature
     problems = [*map(_wrong_result, specs.output_specs), *map(_wrong_input, specs.input_specs)]
-    problems += _complex_ends(program)
+    problems += [*_complex_ends(program), *_closed_sizes(program)]
     targets = {spec.target for spec in specs.input_specs}
     problems += [
         f"the constant {name!r} has no place in the graph" for name in program.constants if name not in targets
@@ -73,6 +73,14 @@ def check_program(program: torch.export.ExportedProgram) -> None:
         )
     if problems := [problem for problem in problems if problem]:
         refuse(problems, where="the exported program", fix="export the model with tensors and constants in and out")
+
+
+def _closed_sizes(program: torch.export.ExportedProgram) -> Iterator[str]:
+    """What is wrong with sizes that were to be open, and of which torch has taken the example's: it tells nobody."""
+    for node in program.graph.find_nodes(op="placeholder"):
+        for dim, size in enumerate(getattr(node.meta.get("val"), "shape", ())):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_number:
+                yield f"dim {dim} of {node.name!r} is {size} for good, as an operator has no open size there"
 
 
 def operators(program: torch.export.ExportedProgram) -> Iterator[torch.fx.Node]:

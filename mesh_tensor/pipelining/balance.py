@@ -33,7 +33,8 @@ def balanced_stages(flow: Flow, count: int, inputs: Sequence[str], machine: Mach
         MeshTensorError: there are fewer places to cut, or sizes are open.
     """
     varying = flow.below(inputs)
-    names = [name for name in flow.bindings if name in varying]
+    used = flow.above(flow.returned)  # what is written besides comes where its operands are
+    names = [name for name in flow.bindings if name in varying and name in used]
     seconds = _seconds(flow, names, machine)
     places = _places(flow, names, machine)
     if len(places) < count - 1:

@@ -155,8 +155,9 @@ def plan_module(
     if base is not None and base != mesh:
         return replace(plan, base=base)
     found = refinements(plan.graph, plan.atoms) if options.sub_axes else []
-    others = [planned(made.mesh, refined_annotations(annotations, made)) for made in found]
-    return replace(min([plan, *others], key=lambda tried: cost_of(tried.explicit)), base=mesh)
+    if others := [planned(made.mesh, refined_annotations(annotations, made)) for made in found]:
+        plan = min([plan, *others], key=lambda tried: cost_of(tried.explicit))
+    return replace(plan, base=mesh)
 
 
 @uncollected

@@ -15,6 +15,7 @@ from mesh_tensor.plan.index_checks import IndexCheck
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 
 from .ambient import fix_of, why_not_plain
+from .ranks.dtensor import is_dtensor, local_part
 
 
 @dataclass(frozen=True)
@@ -157,11 +158,20 @@ class ModuleSignature:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether both are one tensor, perhaps as two objects."""
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return one is other
-    alike = one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
-    return one is other or (alike and one.data_ptr() == other.data_ptr())
+    """Whether both are one tensor, perhaps as two objects, or hold the same, as tied weights do that were stored under
+    all their names. Of DTensors, all ranks tell by memory alone."""
+    if one is other:
+        return True
+    if is_dtensor(one) and is_dtensor(other):
+        alike = (one.shape, one.placements, one.device_mesh) == (other.shape, other.placements, other.device_mesh)
+        parts = [local_part(tensor) for tensor in (one, other)]
+        return alike and parts[0].data_ptr() == parts[1].data_ptr() and parts[0].stride() == parts[1].stride()
+    one, other = (tensor.read() if hasattr(tensor, "read") else tensor for tensor in (one, other))  # from files
+    if not all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in (one, other)):
+        return False
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    return (one.stride() == other.stride() and one.data_ptr() == other.data_ptr()) or torch.equal(one, other)
 
 
 def refuse_outside(checks: Iterable[IndexCheck], tensors: Mapping[str, Any], function: str) -> None:

@@ -31,8 +31,8 @@ def run():
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"top_k": 3}, "at a temperature of 0 nothing is drawn"),
         (
-            {"num_return_sequences": 4, "topk": 3},
-            "(?s)no argument 'num_return_sequences'.*no argument 'topk'; did you mean 'top_k'.*'min_new",
+            {"penalty_alpha": 0.5, "topk": 3},
+            "(?s)no argument 'penalty_alpha'.*no argument 'topk'; did you mean 'top_k'.*'min_new",
         ),
         ({"do_sample": True, "temperature": 0.0}, "do_sample is True and the temperature is 0.0"),
         ({"do_sample": False, "temperature": 0.7}, "do_sample is False and the temperature is 0.7"),

@@ -89,6 +89,18 @@ def test_states_that_do_not_fit(module):
         torch.testing.assert_close(run(IDS), model(IDS).detach())
 
 
+def test_tied_weights_that_were_stored_under_both_names(module, tmp_path):
+    """They are equal tensors then, in memory or in files; others are refused."""
+    model = Model()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert {"table.weight", "head.weight"} <= state.keys()
+    pytest.importorskip("safetensors.torch").save_file(state, tmp_path / "both.safetensors")
+    for given in (state, mt.open_weights(tmp_path / "both.safetensors")):
+        run = made(module, Model())
+        run.load_state_dict(given)
+        torch.testing.assert_close(run(IDS), model(IDS).detach())
+
+
 def test_weights_are_laid_out_once_whatever_sizes_come(module):
     model = Model()
     run = made(module, model)

@@ -95,6 +95,7 @@ def check(name: str) -> list[tuple[str, bool]]:
         options = {"attention_mask": mask, "max_new_tokens": _NEW, "pad_token_id": 0}
         expected = model.generate(ids, do_sample=False, eos_token_id=None, **options)
         beams = {**options, "num_beams": 3, "eos_token_id": list(range(10, 30)), "pad_token_id": 7}
+        beams["num_return_sequences"] = 2
         best = model.generate(ids, do_sample=False, **beams)
         module = mt.from_transformers(model, 3, 9 + _NEW)
     found = []

@@ -17,6 +17,7 @@ from mesh_tensor.runtime.ranks.dtensor import is_dtensor
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 from ..module_ports import checked_state, whole
+from ..training_optimizer import GOOD_STEPS, LOSS_SCALE
 from .ranks import RankRuns
 from .weights import StageWeights
 
@@ -97,7 +98,7 @@ class Checkpoints:
         """The weights that are replaced, and by weight what rules keep for it, in memory of their own."""
         if not isinstance(state, Mapping):
             refuse(f"{shown(state)} is no state", fix="pass what state_dict() gave")
-        held, own = self._weights.whole, {name: value for name, value in state.items() if not _is_of_rules(name)}
+        held, own = self._weights.whole, {name: value for name, value in state.items() if _is_own(name)}
         checked = checked_state(self._signature, held, self._constants.left_out(own, whole), "cpu", strict)
         weights = {name: tensor for name, tensor in checked.items() if tensor is not held[name]}
         called = {theirs: ours for ours in held for theirs in self._signature.names[ours]}
@@ -118,6 +119,10 @@ class Checkpoints:
         if problems:
             refuse(problems, where="the state to load", fix="load what state_dict() of the same pipeline gave")
         return weights, found
+
+
+def _is_own(name: object) -> bool:
+    return not _is_of_rules(name) and name not in (LOSS_SCALE, GOOD_STEPS)
 
 
 def _is_of_rules(name: object) -> bool:

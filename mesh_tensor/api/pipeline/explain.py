@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from mesh_tensor.annotations.names import relax_function, source_names
 from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.check import Held, Takes, peaks
 from mesh_tensor.pipelining.clock import Costs, Event, Timeline, timeline
-from mesh_tensor.pipelining.fragments import gradient_name
+from mesh_tensor.pipelining.fragments import FUNCTION, gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.simulation.pipelines import held_for_backward
@@ -38,7 +39,7 @@ def explain_pipeline(
     held = {here.stage.index: held_bytes(here) for here in stages}
     sections = [
         [f"pipeline of {len(stages)} stages on {topology}"],
-        ["stages", *_stages(stages, seconds, held)],
+        ["stages", *_stages(stages, seconds, held), *map(_origins, stages)],
         ["transfers of a microbatch", *_transfers(stages)],
         [
             *_schedule(schedule, seconds, takes),
@@ -72,6 +73,18 @@ def _stages(
         held_here = f"{held[stage.index].forward:,}"
         rows.append((str(stage.index), stage.mesh, str(weights), *cells, share, held_here, ", ".join(stage.gives)))
     return columns(rows)
+
+
+def _origins(here: StageFragments) -> str:
+    """The outermost submodules, or else the values, that a stage computes, and how often its fragments are transposed:
+    Shardy's origins."""
+    func = relax_function(here.stage.module, FUNCTION)
+    params = {var.name_hint for var in func.params}
+    names = [theirs for theirs, own in source_names(func).items() if own not in params]
+    outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    back = " and ".join(kind for kind in "BIW" if kind in here.fragments)
+    counts = "transpose count 0 in F" + (f", 1 in {back}" if back else "")
+    return f"  stage {here.stage.index} is of {', '.join(outer or here.stage.gives)}; {counts}"
 
 
 def _transfers(stages: Sequence[StageFragments]) -> list[str]:

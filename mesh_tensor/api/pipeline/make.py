@@ -22,6 +22,7 @@ from mesh_tensor.runtime.ambient import undisturbed
 
 from ..fragments import Options
 from ..module_ports import whole
+from ..training_optimizer import LossScale
 from .model import Pipeline
 from .stated import held_memory, without_memory
 
@@ -49,6 +50,7 @@ def pipeline(
     check_indices: bool = True,
     limit: float | Sequence[float] | None = None,
     ranks: bool = False,
+    loss_scale: float | str | None = None,
     poison: bool = False,
 ) -> Pipeline:
     """A model whose stages lie on several meshes; batches go through it in microbatches.
@@ -73,6 +75,9 @@ def pipeline(
         machine: what it is cut and planned for, or a preset's name ("h100x16"); None: this project's CPU ranks.
         function: the function to run.
         target, strict, replicate_unknown, check_indices, poison: as in `distribute_module`.
+        loss_scale: what the loss is multiplied with before gradients are taken, which are divided by it again, in
+            float32: a number, or "dynamic", which leaves out updates whose gradients overflow and goes on with a
+            smaller one.
         recompute: save nothing of a forward but what its stage takes; backwards run it again.
         memory: the kind of memory, "device" or "pinned_host", in which stages hold values for their backwards, by name
             (of submodules, or bindings), and weights while no action takes them; of values also stated as
@@ -114,6 +119,7 @@ def pipeline(
     )
     made._constants, made._form = constants, model.form if isinstance(model, ImportedModule) else None
     made._machine = on or CPU
+    made._scale = LossScale.make(loss_scale)
     made._read_results(microbatches, reduction, per_microbatch)
     made.memory |= held_memory(flow, kinds, made.inputs)
     made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), limit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -13,27 +12,27 @@ import torch
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
-from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers.constants import Constants
-from mesh_tensor.importers.imported import CallForm
+from mesh_tensor.importers.imported import CallForm, call_tensors
 from mesh_tensor.pipelining.assign import annotated_stages, annotated_topology, assign
 from mesh_tensor.pipelining.balance import check_pipeline, place
 from mesh_tensor.pipelining.clock import hangs
 from mesh_tensor.pipelining.flow import Flow
-from mesh_tensor.pipelining.fragments import Stage, check_state, cut, trained_values
+from mesh_tensor.pipelining.fragments import check_state, cut
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.runtime.ambient import undisturbed
-from mesh_tensor.runtime.module_inputs import ModuleSignature, bound, refuse_outside
+from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
 from mesh_tensor.runtime.ranks.transfers import RankTopology
 
-from ..fragments import Options, StageFragments, Values, training_fragments
-from .alike import AlikeStages
+from ..fragments import Options, StageFragments, Values
+from ..training_optimizer import LossScale
 from .carriers import Mailbox, RankCarrier
 from .checkpoints import Checkpoints
 from .explain import explain_pipeline
+from .planned import PlannedStages
 from .ranks import RankRuns, message_numbers
-from .results import Results, results_of, rows_of, split_batch
+from .results import Results, results_of, rows_of, sized_module, split_batch
 from .rows import Microbatch, Row, run_rows
 from .stated import named_stages, stage_layouts, trained_weights
 from .weights import Rule, StageWeights, norm_of
@@ -51,6 +50,7 @@ class Pipeline:
     peak_bytes                   per mesh: what it held for backwards at most in the last call
     memory                       the kinds of memory of weights, and of values held for backwards, where one is stated
     peak_microbatches            per mesh: the same in microbatches of its stages
+    skipped                      how many updates were left out, because gradients overflowed under a dynamic loss scale
     """
 
     def __init__(
@@ -71,7 +71,6 @@ class Pipeline:
         self.inputs = tuple(name for name in flow.params if name not in self._whole)
         self.topology = annotated_topology(flow) if topology is None else Topology(topology)
         self._runs = RankRuns(RankTopology(self.topology), flow.function) if ranks else None
-        self._plans: Recent[tuple[int, ...], tuple[StageFragments, ...]] = Recent(MODULE_SIZES)
         carrier = Mailbox() if self._runs is None else RankCarrier(self._runs.ranks, {})
         self.memory: dict[str, str] = {}
         self._weights = StageWeights(self._whole, carrier, self._runs, self.memory)
@@ -80,7 +79,9 @@ class Pipeline:
         self._machine: Machine = CPU
         self._constants = Constants()
         self._form: CallForm | None = None
-        self._results, self._alike = Results(flow), AlikeStages()
+        self._results = Results(flow)
+        self._scale: LossScale | None = None
+        self.skipped = 0
         self.microbatches = 1
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
@@ -107,27 +108,39 @@ class Pipeline:
         """Cut the function into stages, lay these out, and check that the schedule can run them."""
         flow = self._flow
         if stages is None:
-            self._where, stated = annotated_stages(flow, self.topology)
+            where, stated = annotated_stages(flow, self.topology)
             meshes: list[str | None] = [*stated]
         else:
-            if isinstance(stages, int) and self._signature.symbols:
-                refuse("stages that cost alike need known sizes", fix="say after which values to cut, as ['blocks.1']")
-            named = named_stages(flow, stages, self.topology, self.inputs, self._machine)
-            self._where = assign(flow, named, self.inputs)
+            sized = sized_module(flow, self._signature) if isinstance(stages, int) else None
+            looked_at = Flow(sized, flow.function) if sized is not None else flow
+            named = named_stages(looked_at, stages, self.topology, self.inputs, self._machine)
+            where = assign(flow, named, self.inputs)
             meshes = [stage.mesh for stage in named]
-        self._meshes, self.schedule = place(self.topology, meshes, schedule, self.microbatches)
-        check_state(flow, self._where, self.schedule)
-        self.stages = cut(flow, self._where, self._meshes)
+        on_meshes, self.schedule = place(self.topology, meshes, schedule, self.microbatches)
+        check_state(flow, where, self.schedule)
+        self.stages = cut(flow, where, on_meshes)
         self._takes = {stage.index: tuple(dict.fromkeys(stage.takes.values())) for stage in self.stages}
         check_pipeline(self.schedule, self._takes, bool(self.trained), limit)
         if self._runs is not None and (stuck := hangs(self.schedule, "per message", self._takes)):
             refuse(f"the schedule hangs: {stuck}", where=f"schedule {self.schedule.name!r} on ranks")
-        self._layouts = stage_layouts(flow, self.stages, self.topology, shardings)
+        self._planned = PlannedStages(
+            flow,
+            self._signature,
+            self.topology,
+            where,
+            self.stages,
+            self.schedule,
+            stage_layouts(flow, self.stages, self.topology, shardings),
+            self.trained,
+            self._options,
+            self._weights,
+            bool(self.memory),  # which is stated by names
+        )
         if not self._signature.symbols:
-            self._planned({})
+            self._planned.of({})
 
     @undisturbed
-    def __call__(self, *batch: torch.Tensor, **named: torch.Tensor) -> Any:
+    def __call__(self, *batch: Any, **named: Any) -> Any:
         if self._runs is None:
             return self._run(self._prepared(batch, named))
         self._forget()  # gradients are those of a call that all ranks made, or there are none
@@ -135,16 +148,16 @@ class Pipeline:
         self._ran = True
         return made
 
-    def _prepared(self, batch: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor]) -> list[Microbatch]:
+    def _prepared(self, batch: Sequence[Any], named: Mapping[str, Any]) -> list[Microbatch]:
         """The microbatches of a batch, with the stages for their sizes."""
-        tensors = self._signature.bind(self._whole, batch, named)
+        tensors = self._signature.bind(self._whole, *call_tensors(self._form, batch, named))
         parts = split_batch(self._signature, {name: tensors[name] for name in self.inputs}, self.microbatches)
         known: dict[tuple[torch.Size, ...], tuple[StageFragments, ...]] = {}
         plans = []
         for part in parts:
             shapes = tuple(tensor.shape for tensor in part.values())
             if shapes not in known:
-                known[shapes] = self._planned(self._signature.check({**tensors, **part}))
+                known[shapes] = self._planned.of(self._signature.check({**tensors, **part}))
             plans.append(known[shapes])
         if self._checks_indices:
             for here in plans[0]:
@@ -153,7 +166,8 @@ class Pipeline:
         shares = [count / sum(counts) for count in counts]
         parts = self._results.with_totals(self._whole, parts, shares)
         seeds = [self._results.seed(self._flow.returned[0], share) for share in shares]
-        return [Microbatch(*each) for each in zip(parts, plans, shares, seeds, strict=True)]
+        scale = self.loss_scale or 1.0
+        return [Microbatch(*each, scale) for each in zip(parts, plans, shares, seeds, strict=True)]
 
     def _run(self, microbatches: list[Microbatch]) -> Any:
         mailbox = Mailbox()
@@ -193,14 +207,7 @@ class Pipeline:
     @property
     def fragments(self) -> tuple[StageFragments, ...]:
         """What every stage runs, for the sizes planned last."""
-        if not self._signature.symbols:
-            return self._planned({})
-        if not len(self._plans):
-            refuse(
-                f"the sizes of {self._flow.function!r} are open: {', '.join(map(str, self._signature.symbols))}",
-                fix="call the pipeline first, or make it of a module of known sizes",
-            )
-        return list(self._plans)[-1]
+        return self._planned.latest
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of the last call's loss, whole, by the names of the weights; a weight that several stages have
@@ -220,7 +227,8 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """The weights as they are now, what the model writes (running statistics), and what rules keep for weights
         ("update.m.fc.weight"): whole tensors and numbers, by torch's names. On ranks, all have to ask."""
-        return self._checkpoints.state(self.weights())
+        scale = {} if self._scale is None else self._scale.state()
+        return {**self._checkpoints.state(self.weights()), **scale}
 
     @undisturbed
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -233,6 +241,7 @@ class Pipeline:
             MeshTensorError: names are unknown or missing, or shapes or dtypes differ; all stays as it was.
         """
         self._checkpoints.load(state, strict)
+        self._scale = self._scale and self._scale.loaded(state)
         self._forget()
 
     @cached_property
@@ -244,7 +253,8 @@ class Pipeline:
         """Replace every weight by `rule(weight, gradient, state)`, with the gradients of the last call. They are
         MeshTensors, or DTensors on ranks, to be computed with element by element; `state` is a dict that is kept.
         `max_norm`: gradients are scaled down, all alike, so that their norm is at most that (as torch clips it).
-        What the rule raises changes nothing; on ranks, all raise what it raises on any."""
+        What the rule raises changes nothing; on ranks, all raise what it raises on any. Where gradients overflowed
+        under a dynamic loss scale nothing is changed, either, and the next call has a smaller one."""
 
         def prepare() -> tuple[dict[str, str], None]:
             self._check_ran()
@@ -255,12 +265,22 @@ class Pipeline:
         def run(_: None) -> None:
             sums = self.gradients() if self._shared or max_norm is not None else {}
             scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm_of(sums) + 1e-6))
-            self._weights.update(rule, self._gradients, {name: sums[name] for name in self._shared}, scale)
+            shared, loss_scale = {name: sums[name] for name in self._shared}, self._scale
+            can_fall = loss_scale is not None and loss_scale.can_fall
+            done = self._weights.update(rule, self._gradients, shared, scale, can_fall)
+            self.skipped += not done
+            if loss_scale is not None:
+                self._scale = loss_scale.after_step() if done else loss_scale.after_overflow()
 
         if self._runs is None:
             run(prepare()[1])
         else:
             self._runs.call(prepare, run)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss of the next call is multiplied with before gradients are taken, which are divided by it."""
+        return None if self._scale is None else self._scale.value
 
     @property
     def _shared(self) -> set[str]:
@@ -288,7 +308,12 @@ class Pipeline:
         """What has to be alike on all ranks."""
         layouts = dict.fromkeys(here.layouts_text for part in microbatches for here in part.stages)
         shapes = [f"{name} {tuple(t.shape)}" for part in microbatches for name, t in part.inputs.items()]
-        return {**self._own_facts, "layouts": ", ".join(layouts), "inputs": ", ".join(shapes)}, microbatches
+        return {
+            **self._own_facts,
+            "loss scale": str(self.loss_scale),
+            "layouts": ", ".join(layouts),
+            "inputs": ", ".join(shapes),
+        }, microbatches
 
     @cached_property
     def _own_facts(self) -> dict[str, str]:
@@ -300,42 +325,6 @@ class Pipeline:
             "trained weights": ", ".join(self.trained),
             "results": str(self._results),
         }
-
-    def _planned(self, sizes: Mapping[Any, int]) -> tuple[StageFragments, ...]:
-        """The stages for microbatches of these sizes."""
-        key = tuple(sizes[var] for var in self._signature.symbols)
-        plan = self._plans.get(key)
-        if plan is None:
-            stages = self.stages
-            if sizes:
-                flow = Flow(bound(self._flow.mod, self._flow.function, sizes), self._flow.function)
-                stages = cut(flow, self._where, self._meshes)
-            plan = tuple(map(self._fragments, stages))
-            self._plans.put(key, plan)
-        return plan
-
-    def _fragments(self, stage: Stage) -> StageFragments:
-        """A stage on its mesh. Its weights lie as they did when it was first laid out."""
-        mesh, kinds = self.topology[stage.mesh], {action.kind for row in self.schedule.rows for action in row}
-        layouts = {**self._layouts[stage.index], **self._weights.layouts.get(stage.index, {})}
-        if self.trained:
-            passed = {*self.trained, *trained_values(self._flow, self.trained)}
-            wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
-        else:
-            wrt = []
-
-        def make() -> StageFragments:
-            return training_fragments(stage, mesh, layouts, self._options, wrt, kinds)
-
-        # what alike stages hold has the names of the first: none are, where memory is stated by names
-        found = make() if self.memory else self._alike.made(stage, mesh, layouts, wrt, kinds, make)
-        made = replace(
-            found,
-            inputs=tuple(name for name in stage.params if name not in self._whole),
-            layouts={**{name: found.layouts[new] for name, new in stage.state.items()}, **found.layouts},
-        )
-        self._weights.place(made)
-        return made
 
     def _result(self, made: Mapping[tuple[str, int], torch.Tensor], microbatches: Sequence[Microbatch]) -> Any:
         shares = [part.share for part in microbatches]
@@ -349,14 +338,8 @@ class Pipeline:
     def explain(self, machine: Machine | str | None = None) -> str:
         """The stages with their costs on a machine (the pipeline's, or another, or a preset's name), what goes between
         them, the schedule with its bubble, and what every mesh holds at most; for the sizes planned last."""
-        if not len(self._plans):
-            refuse(
-                "the pipeline has no plan yet: its batch size is open",
-                fix="call it first; what is explained is then that of the sizes it was called with",
-            )
-        latest = list(self._plans)[-1]
         machine = machine or self._machine
-        return explain_pipeline(self.topology, self.schedule, latest, self._takes, machine, self.memory)
+        return explain_pipeline(self.topology, self.schedule, self.fragments, self._takes, machine, self.memory)
 
     def __repr__(self) -> str:
         return f"Pipeline({self._flow.function}, {len(self.stages)} stages, {self.schedule.name!r}, {self.topology})"

@@ -99,7 +99,7 @@ def results_of(
     stated = _stated(flow, per_microbatch)
     if microbatches == 1:
         return Results(flow)
-    sized = _sized(flow, signature)  # open sizes are chosen so that no constant looks like one
+    sized = sized_module(flow, signature)  # open sizes are chosen so that no constant looks like one
     large = [name for name, var in flow.params.items() if name not in inputs and var.struct_info.ndim > 1]
     found = batch_parts(
         flow.mod,
@@ -127,7 +127,7 @@ def _stated(flow: Flow, names: Sequence[str]) -> list[str]:
     return [flow.origin(value) for _, (_, value), _ in meant]
 
 
-def _sized(flow: Flow, signature: ModuleSignature) -> ir.IRModule | None:
+def sized_module(flow: Flow, signature: ModuleSignature) -> ir.IRModule | None:
     """The module with sizes in place of open ones, if there are any."""
     problem = ""
     for size in _SIZES if signature.symbols else ():

@@ -22,12 +22,13 @@ from .carriers import Carrier, Mailbox, Stopped
 @dataclass(frozen=True)
 class Microbatch:
     """A part of a batch: its inputs, the stages for its sizes, its share of the rows, and the gradient of the batch's
-    loss by its own."""
+    loss by its own, of which all are taken times `scale`."""
 
     inputs: Mapping[str, torch.Tensor]
     stages: Sequence[StageFragments]
     share: float
     seed: float
+    scale: float = 1.0
 
 
 class Row:
@@ -182,18 +183,22 @@ class Row:
             sums |= zip(pairs, carrier.accumulate(totals, values), strict=True)
 
     def finish(self) -> None:
-        """Reduce the weights' gradients, once for all microbatches, where devices have parts of them."""
+        """Reduce the weights' gradients, once for all microbatches, where devices have parts of them, and take the
+        scale out of them."""
+        scale = self._microbatches[0].scale
         for stage, sums in self.gradients.items():
             here = self._microbatches[0].stages[stage]
             for weight, total in sums.items():
-                sums[weight] = self._carrier.laid(total, here.layouts[gradient_name(weight)])
+                made = self._carrier.laid(total, here.layouts[gradient_name(weight)])
+                sums[weight] = made if scale == 1.0 else self._carrier.moved(made, lambda tile: tile / scale)
 
     def _seed(self, here: StageFragments, name: str, microbatch: int) -> Any:
         """The gradient of a value that the stage gives: the sum of what its takers found, in their order."""
         part, carrier = self._microbatches[microbatch], self._carrier
         value = here.valued[name]
         dtype = here.types[value][1]
-        total = carrier.place(here, name, torch.tensor(part.seed, dtype=dtype)) if value == self._loss else None
+        seed = torch.tensor(part.seed * part.scale, dtype=dtype)
+        total = carrier.place(here, name, seed) if value == self._loss else None
         for there in _takers(here, part.stages, value):
             found = carrier.take(here, there, name, microbatch)
             total = found if total is None else carrier.add(total, found)

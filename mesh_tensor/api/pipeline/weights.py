@@ -132,10 +132,16 @@ class StageWeights:
         return runs.call(prepare, share)
 
     def update(
-        self, rule: Rule, gradients: Mapping[int, Values], sums: Mapping[str, torch.Tensor], scale: float
-    ) -> None:
+        self,
+        rule: Rule,
+        gradients: Mapping[int, Values],
+        sums: Mapping[str, torch.Tensor],
+        scale: float,
+        may_overflow: bool = False,
+    ) -> bool:
         """Every weight that has a gradient is what `rule` makes of it; `sums` has the whole gradients of those that
-        several stages have. On ranks, part of a call that all make.
+        several stages have. On ranks, part of a call that all make. Where gradients overflowed, and may, nothing is
+        changed: False.
 
         Raises:
             MeshTensorError: a weight would not be finite, or on ranks: the rule raised on one. All stay as they were.
@@ -145,6 +151,9 @@ class StageWeights:
             for stage, found in gradients.items():
                 for name, gradient in found.items():
                     doing = f"update of a pipeline, the rule on weight {name!r} of stage {stage}"
+                    if may_overflow and not_finite({name: _parts(gradient)}):
+                        bad.append(name)
+                        continue
                     state = states[name, stage] = _copied(self.of_rules.get((name, stage), {}))
                     made[name, stage] = self._ruled(rule, stage, name, sums.get(name, gradient), state, scale)
                     if not_finite({name: _parts(made[name, stage])}):
@@ -154,11 +163,13 @@ class StageWeights:
             if self._runs is None:
                 raise
             error = raised
-        self._refuse_bad(bad, error, doing)
+        if self._found_bad(bad, error, doing, may_overflow):
+            return False
         kept = {(name, stage): self._as_laid_out(stage, name, new) for (name, stage), new in made.items()}
         self.of_rules.update(states)
         for (name, stage), value in kept.items():
             self.of[stage][name] = self._put_away(name, value)
+        return True
 
     def _ruled(self, rule: Rule, stage: int, name: str, gradient: Any, state: dict[str, Any], scale: float) -> Any:
         """What the rule makes of a weight. What it gets is its own: nothing is changed where it writes into that."""
@@ -180,12 +191,12 @@ class StageWeights:
         made = self._carrier.laid(self._carrier.kept(new), self._carrier.layout(plain(self.of[stage][name])))
         return made if made.dtype == dtype else self._carrier.cast(made, dtype)
 
-    def _refuse_bad(self, bad: Sequence[str], error: Exception | None, doing: str) -> None:
-        """Refuse an update after which these weights would not be finite, on all ranks if on any; raise there, too,
-        what the rule raised on one."""
+    def _found_bad(self, bad: Sequence[str], error: Exception | None, doing: str, may_overflow: bool) -> bool:
+        """Refuse an update after which these weights would not be finite, on all ranks if on any, or say that there are
+        some; raise there, too, what the rule raised on one."""
         if self._runs is not None:
             bad = self._runs.settle(bad, error, doing)
-        if bad:
+        if bad and not may_overflow:
             refuse(
                 f"gradients that are not finite, or too large for what is kept: those of {listing(list(bad))}",
                 where="update of a pipeline",
@@ -193,6 +204,7 @@ class StageWeights:
                 fix="keep derivatives finite where they are not, as that of sqrt or norm at 0; look at the batch, use "
                 "max_norm, or a smaller step",
             )
+        return bool(bad)
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

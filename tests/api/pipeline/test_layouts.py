@@ -68,7 +68,7 @@ def test_stages_that_are_alike_are_planned_once(schedule, monkeypatch):
         planned.append(stage.index)
         return training_fragments(stage, *options)
 
-    monkeypatch.setattr("mesh_tensor.api.pipeline.model.training_fragments", counted)
+    monkeypatch.setattr("mesh_tensor.api.pipeline.planned.training_fragments", counted)
     model = Stack(6)
     module = mt.from_torch(torch.export.export(model, (torch.randn(2, 4, 8), torch.randn(2, 4, 8))))
     topology = {f"m{i}": {"x": 2} if i != 3 else {"x": 1} for i in range(6)}
@@ -91,7 +91,7 @@ def test_other_sizes_lie_as_the_first(module):
     """The last microbatch is smaller: its plans are its own, its weights lie as those of the others."""
     run = mt.pipeline(imported(Net(), 4, open_size=True), TOPOLOGY, ["blocks.0"], microbatches=3, train=True)
     run(*batch(10))
-    first, last = run._plans
+    first, last = run._planned._plans
     for here, there in zip(first, last, strict=True):
         weights = set(here.stage.params) - set(here.inputs)
         assert weights

@@ -23,7 +23,7 @@ def pipeline(model, cuts=("fcs.1",), topology=TOPOLOGY, microbatches=3, **option
     named = [*NORMS, "fcs.1"] if model.counts else NORMS
     options = {"train": True, "per_microbatch": named, **options}
     shardings = {"x": {"d": 0}, "y": {"d": 0}}
-    return module, mt.pipeline(module, topology, list(cuts), shardings, microbatches=microbatches, **options)
+    return module, mt.pipeline(module, topology, cuts, shardings, microbatches=microbatches, **options)
 
 
 def step(model, batch, microbatches=3):
@@ -57,13 +57,14 @@ def sgd(weight, gradient, state):
     return weight - 0.1 * momentum
 
 
-THREE = ("fcs.0", "norms.0", "fcs.1")
+THREE = ["fcs.0", "norms.0", "fcs.1"]
 
 
 @pytest.mark.parametrize(
     ("schedule", "cuts", "options", "counts"),
     [
         ("1f1b", ["fcs.1"], {}, True),
+        ("1f1b", 2, {}, False),
         ("gpipe", ["fcs.0"], {"recompute": True}, True),
         ("zb-h1", ["fcs.0"], {"topology": {"m0": {"d": 1}, "m1": {"d": 2, "m": 2}}}, True),
         ("interleaved", THREE, {}, False),

@@ -37,6 +37,11 @@ def saved(rank, folder):
     assert held["blocks.0.fc.weight"].to_local().shape == (64, 32)
     assert all(torch.equal(tensor, made.state_dict()[name]) for name, tensor in run.state_dict().items())
     mt.save(run, folder)
+    bias = held["norm.bias"]
+    again = DTensor.from_local(bias.to_local() + 1, device_mesh, bias.placements)
+    assert "with two values" in refusal(
+        lambda: run.load_state_dict({"norm.bias": bias, "norm_bias": again}, strict=False)
+    )
     wrong = {"norm.bias": torch.ones(32 if rank else 31)}
     text = refusal(lambda: run.load_state_dict(wrong, strict=False))
     torch.testing.assert_close(run(*tokens), expected)

@@ -1,0 +1,105 @@
+"""Pipelines called as their models are: with nested inputs, by name, submodules used twice; and scaled losses."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from mesh_tensor import MeshTensorError
+
+TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 1}}
+
+
+class Towers(nn.Module):
+    """One tower on both of a pair; a loss, and what it was of."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower, self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 1)
+
+    def forward(self, pair, *, labels):
+        score = self.head(self.tower(pair["a"]) * self.tower(pair["b"][0])).squeeze(1)
+        return {"loss": F.mse_loss(score, labels), "score": score}
+
+
+def example(rows):
+    return {"a": torch.randn(rows, 6), "b": (torch.randn(rows, 6),)}, torch.randn(rows)
+
+
+@pytest.mark.parametrize(("stages", "open_size"), [({"m0": ["tower"], "m1": ["head"]}, False), (2, True)])
+def test_nested_inputs_and_a_submodule_that_is_called_twice(stages, open_size):
+    model, (pair, labels) = Towers(), example(3)
+    rows = torch.export.Dim("rows", min=2, max=64) if open_size else 3
+    shapes = {"pair": {"a": {0: rows}, "b": ({0: rows},)}, "labels": {0: rows}} if open_size else None
+    module = mt.from_torch(torch.export.export(model, (pair,), {"labels": labels}, dynamic_shapes=shapes))
+    run = mt.pipeline(module, TOPOLOGY, stages, {"pair_a": {"d": 0}}, microbatches=4, train=True)
+    pair, labels = example(11 if open_size else 12)
+    got, wanted = run(pair, labels=labels), model(pair, labels=labels)
+    assert got.keys() == wanted.keys()
+    torch.testing.assert_close(got["loss"], wanted["loss"].detach())
+    torch.testing.assert_close(got["score"], wanted["score"].detach())
+    wanted["loss"].backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(run.gradients()[module.names[name]], parameter.grad, msg=name)
+    with pytest.raises(MeshTensorError, match="recorded with"):
+        run((pair["a"], pair["b"]), labels=labels)
+
+
+class Small(nn.Module):
+    """Its gradients are too small for its dtype."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 16, dtype=dtype), nn.Linear(16, 4, dtype=dtype)
+
+    def forward(self, x, y):
+        made = self.b(torch.tanh(self.a(x.to(self.a.weight.dtype))))
+        return F.mse_loss(made.float(), y) * 1e-6
+
+
+def sgd(weight, gradient, state):
+    return weight - 1e4 * gradient
+
+
+@pytest.mark.parametrize(("dtype", "scale", "error"), [("float16", 2.0**16, 2e-3), ("bfloat16", None, 2e-2)])
+def test_small_gradients_are_added_up_in_float32(dtype, scale, error):
+    model, wide = Small(getattr(torch, dtype)), Small(torch.float32)
+    wide.load_state_dict(model.state_dict())
+    x, y = torch.randn(12, 8), torch.randn(12, 4)
+    module = mt.from_torch(torch.export.export(model, (x[:3], y[:3])))
+    options = {"microbatches": 4, "train": True, "schedule": "zb-h1", "loss_scale": scale}
+    run = mt.pipeline(module, TOPOLOGY, ["a"], {"x": {"d": 0}}, **options)
+    loss = wide(x, y)
+    torch.testing.assert_close(run(x, y), loss.detach(), rtol=error, atol=0)
+    (loss * 2**16).backward()
+    for name, parameter in wide.named_parameters():
+        found = run.gradients()[module.names[name]]
+        assert found.dtype == torch.float32
+        assert (found * 2**16 - parameter.grad).abs().max() < error * parameter.grad.abs().max()
+
+
+def test_a_dynamic_scale_falls_where_gradients_overflow():
+    model, x, y = Small(torch.float16), torch.randn(12, 8), torch.randn(12, 4) * 1e10
+    module = mt.from_torch(torch.export.export(model, (x[:3], y[:3])))
+    options = {"microbatches": 4, "train": True}
+    run = mt.pipeline(module, TOPOLOGY, ["a"], loss_scale="dynamic", **options)
+    before = run.weights()
+    run(x, y)
+    run.update(sgd)
+    assert (run.skipped, run.loss_scale) == (1, 2.0**15)
+    assert all(torch.equal(weight, before[name]) for name, weight in run.weights().items())
+    state = run.state_dict()
+    assert (state["opt.loss_scale"], state["opt.loss_scale_steps"]) == (2.0**15, 0)
+    again = mt.pipeline(module, TOPOLOGY, ["a"], loss_scale="dynamic", **options)
+    again.load_state_dict(state)
+    again(x, y * 1e-10)
+    again.update(sgd)
+    assert (again.skipped, again.loss_scale) == (0, 2.0**15)
+    assert not any(torch.equal(weight, before[name]) for name, weight in again.weights().items())
+    fixed = mt.pipeline(module, TOPOLOGY, ["a"], loss_scale=2.0**16, **options)
+    fixed(x, y)
+    with pytest.raises(MeshTensorError, match="not finite"):
+        fixed.update(sgd)
