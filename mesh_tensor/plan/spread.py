@@ -121,6 +121,18 @@ class Spread:
             if axis in axes:
                 self._push(value, axis, 0)
 
+    def splits(self, value: Value, factors: AtomFactors, axis: str) -> str | None:
+        """Which of the factors of a value the axis splits."""
+        return self._factor_at(value, factors, axis)
+
+    def take(self, value: Value, axis: str, place: int) -> None:
+        """The axis splits this atom of a value, if nothing else is known, and that spreads."""
+        if axis in self.places[value] or axis in self._closed.get(value, ()) or place in self._kept.get(value, ()):
+            return
+        self.places[value][axis] = place
+        self._push(value, axis, 0)
+        self.run()
+
     def _members(self, value: Value) -> list[Value]:
         """The values that lie as this one, itself among them."""
         return self._group.get(value) or [value]
