@@ -126,7 +126,11 @@ class Spread:
         return self._factor_at(value, factors, axis)
 
     def take(self, value: Value, axis: str, place: int) -> None:
-        """The axis splits this atom of a value, if nothing else is known, and that spreads."""
+        """The axis splits this atom of a value, if nothing else is known or stated next, and that spreads."""
+        nodes = [self._sites[number].node for number, _ in self._touching[value]]
+        stated = [node.outputs[0] for node in nodes if node.is_annotation and node.outputs[0] is not value]
+        if any(axis in self._closed.get(one, ()) and axis not in self.places[one] for one in stated):
+            return
         if axis in self.places[value] or axis in self._closed.get(value, ()) or place in self._kept.get(value, ()):
             return
         self.places[value][axis] = place
