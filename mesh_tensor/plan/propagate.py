@@ -50,12 +50,14 @@ def propagate(graph: Graph, atoms: Atoms, late: Late | None = None) -> Layouts:
         for value, axes in starting.items():
             spread.start(value, axes)
         spread.run()
-    _resume(graph, atoms, spread)
+    conflicts = list(spread.conflicts())
+    if _resume(graph, atoms, spread, conflicts):
+        conflicts = list(spread.conflicts())
     order = _order(graph)
     layouts = _layouts(graph, atoms, spread, order)
     layouts |= {result: layouts[replaced] for result, replaced in graph.state.items()}
     layouts |= _stated_partial(graph, layouts)
-    return Layouts(layouts, list(dict.fromkeys(spread.conflicts())), order)
+    return Layouts(layouts, list(dict.fromkeys(conflicts)), order)
 
 
 def _turns(
@@ -137,12 +139,12 @@ def _that_met(graph: Graph, atoms: Atoms, conflicts: Collection[Conflict]) -> tu
     return weights, inputs
 
 
-def _resume(graph: Graph, atoms: Atoms, spread: Spread) -> None:
+def _resume(graph: Graph, atoms: Atoms, spread: Spread, conflicts: Collection[Conflict]) -> bool:
     """Where weights kept an axis from inputs, and what they split is summed, the inputs' layout goes on: rows of tokens
-    are split again once what experts made of them is added up."""
-    _, inputs = _that_met(graph, atoms, tuple(spread.conflicts()))
+    are split again once what experts made of them is added up. Whether that may be so."""
+    _, inputs = _that_met(graph, atoms, conflicts)
     if not inputs:
-        return
+        return False
     alone = Spread(graph, atoms)
     for value, axes in inputs.items():
         alone.state(value, graph.annotations[value])
@@ -156,6 +158,7 @@ def _resume(graph: Graph, atoms: Atoms, spread: Spread) -> None:
             summed = any(spread.splits(value, factors, axis) in rule.reduced for value, factors in operands)
             for value in [v for v in node.outputs if summed and axis in alone.places[v]]:
                 spread.take(value, axis, alone.places[value][axis])
+    return True
 
 
 def stored_axes(graph: Graph, atoms: Atoms) -> dict[Value, frozenset[str]]:
