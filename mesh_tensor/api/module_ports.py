@@ -200,7 +200,7 @@ def constants_digest(constants: Mapping[str, relax.Constant]) -> str:
     made = hashlib.sha256()
     for name in sorted(constants):
         made.update(name.encode())
-        made.update(torch_tensor(constants[name].data).contiguous().reshape(-1).view(torch.uint8).numpy())
+        made.update(torch_tensor(constants[name].data).contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return f"digest {made.hexdigest()[:12]}"
 
 

@@ -7,7 +7,7 @@ first. How they spread: see `spread`. What was stated stays, whenever it spreads
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mesh_tensor.annotations.module_annotations import Annotation
@@ -121,26 +121,31 @@ def _layouts(graph: Graph, atoms: Atoms, spread: Spread, order: Mapping[str, int
 
 
 def other_turns(graph: Graph, atoms: Atoms, conflicts: Collection[Conflict]) -> list[Late]:
-    """What else may be heard late, where weights and inputs that are split over one axis met: the weights, which are
-    gathered then, or the inputs."""
+    """What else may be heard late, where experts and inputs that are split over one axis met: the experts' weights,
+    which are gathered then, or the inputs."""
     weights, inputs = _that_met(graph, atoms, conflicts)
     return [weights, inputs] if weights and not any(stored_axes(graph, atoms).values()) else []
 
 
 def _that_met(graph: Graph, atoms: Atoms, conflicts: Collection[Conflict]) -> tuple[Late, Late]:
-    """The axes of weights, and of inputs, over which both are split, and which were asked to split several factors."""
+    """The axes of weights that are stacks of matrices, which they tell apart, and of inputs, over which both are split,
+    and which were asked to split several factors."""
     asked = {conflict.axis for conflict in conflicts} - graph.manual
     if not asked:
         return {}, {}
-    sides = _weights_and_inputs(graph, atoms, stacked=True)
-    split = [{v: asked.intersection(graph.annotations[v].sharding.as_dict()) for v in side} for side in sides]
+    weights, inputs = _weights_and_inputs(graph, atoms, stacked=True)
+    stated = {value: graph.annotations[value].sharding for value in (*weights, *inputs)}
+    split = [
+        {value: asked.intersection(stated[value].axes_of(0)) for value in weights if value.type.ndim > 2},
+        {value: asked.intersection(stated[value].as_dict()) for value in inputs},
+    ]
     met = frozenset.intersection(*(frozenset().union(*side.values()) for side in split))
-    weights, inputs = ({value: met & axes for value, axes in side.items() if met & axes} for side in split)
-    return weights, inputs
+    experts, others = ({value: met & axes for value, axes in side.items() if met & axes} for side in split)
+    return experts, others
 
 
 def _resume(graph: Graph, atoms: Atoms, spread: Spread, conflicts: Collection[Conflict]) -> bool:
-    """Where weights kept an axis from inputs, and what they split is summed, the inputs' layout goes on: rows of tokens
+    """Where experts kept an axis from inputs, and what it splits is summed, the inputs' layout goes on: rows of tokens
     are split again once what experts made of them is added up. Whether that may be so."""
     _, inputs = _that_met(graph, atoms, conflicts)
     if not inputs:
@@ -150,11 +155,11 @@ def _resume(graph: Graph, atoms: Atoms, spread: Spread, conflicts: Collection[Co
         alone.state(value, graph.annotations[value])
         alone.start(value, axes)
     alone.run()
-    axes = graph.mesh.in_order(frozenset().union(*inputs.values()))
+    shared = graph.mesh.in_order(frozenset().union(*inputs.values()))
     for node in graph.nodes:
         rule = atoms.rules[node]
         operands = list(zip(node.inputs, rule.inputs, strict=True)) if rule.reduced else []
-        for axis in axes if operands else ():
+        for axis in shared if operands else ():
             summed = any(spread.splits(value, factors, axis) in rule.reduced for value, factors in operands)
             for value in [v for v in node.outputs if summed and axis in alone.places[v]]:
                 spread.take(value, axis, alone.places[value][axis])
@@ -197,7 +202,7 @@ def _weights_and_inputs(graph: Graph, atoms: Atoms, stacked: bool = False) -> tu
             root.update(dict.fromkeys(node.outputs, root[met[0]]))
             continue
         rule = atoms.rules[node].rule
-        places = range(len(node.inputs))
+        places: Sequence[int] = range(len(node.inputs))
         if stacked and rule.reduced:
             first = [n for n in places if node.inputs[n] not in root or led.get(root[node.inputs[n]]) is False]
             places = first or places
