@@ -120,7 +120,8 @@ class Parallel(nn.Module):
 
 class Experts(nn.Module):
     """A mixture of experts. `how`: "capacity" sends tokens by one-hot tensors per group, as in GShard; "gathered" looks
-    weights up per token; "dense" has all experts see all tokens."""
+    weights up per token; "dense" has all experts see all tokens; so have "repeated" and "stacked", which choose two for
+    each token, of a copy of the tokens per expert, and by a product with all experts' matrices."""
 
     def __init__(self, width: int, hidden: int, experts: int, how: str) -> None:
         super().__init__()
@@ -137,6 +138,12 @@ class Experts(nn.Module):
             ids = chosen.reshape(-1)
             out = F.silu(rows @ self.up[ids]) @ self.down[ids]
             return out.reshape(x.shape) * scores.unsqueeze(-1)
+        if self.how in ("repeated", "stacked"):
+            rows = x.flatten(0, 1)
+            top, ids = self.router(rows).softmax(-1).topk(2, -1)
+            weights = torch.zeros(len(rows), self.experts).scatter(1, ids, top).T.unsqueeze(-1)
+            given = rows.expand(self.experts, -1, -1) if self.how == "repeated" else rows
+            return (F.silu(given @ self.up) @ self.down * weights).sum(0).reshape(x.shape)
         hot = F.one_hot(chosen, self.experts).to(x.dtype)
         if self.how == "dense":
             out = torch.einsum(
@@ -381,6 +388,10 @@ def experts() -> list[Case]:
         "weights are gathered: all tokens at all experts' devices are four times the work, and how many go where is not"
         " known ahead",
     )
+    scores = groups * tokens * count * FLOAT
+    weighed = Hand(
+        exchanged.bytes + scores * (parts - 1) // parts**2, 3, f"{exchanged.why}; scores go to their experts"
+    )
     few = torch.randn(groups, 4, width)
     few_exchanged = Hand(2 * gathered(few.numel(), parts), 3, f"{exchanged.why}; their choices, too")
     return [
@@ -388,6 +399,8 @@ def experts() -> list[Case]:
         Case("experts with capacity", "EP", build("capacity"), {"d": parts}, weights, summed),
         Case("experts, all tokens", "EP", build("dense"), {"d": parts}, weights, summed),
         Case("experts, all tokens", "DP x EP", build("dense"), {"d": parts}, both, exchanged),
+        Case("experts, all of copied tokens", "DP x EP", build("repeated"), {"d": parts}, both, weighed),
+        Case("experts, all by stacked weights", "DP x EP", build("stacked"), {"d": parts}, both, weighed),
         Case("experts, looked up", "EP", build("gathered"), {"d": parts}, weights, summed),
         Case("experts, looked up", "DP x EP", build("gathered"), {"d": parts}, both, tables),
         Case("experts, looked up by few tokens", "DP x EP", build("gathered", few), {"d": parts}, both, few_exchanged),

@@ -1,6 +1,7 @@
-"""Random kernels, compositions of what the planner knows, kernels over tiles, programs, modules, loops, training,
-pipelines, corrupt files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`; where they are asked for,
-histories of training on ranks, and the samples that torch tests its operators with (these need expecttest).
+"""Random kernels, compositions of what the planner knows, kernels over tiles, programs, modules, loops, manual
+computations, training, pipelines, corrupt files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`;
+where they are asked for, histories of training on ranks, and the samples that torch tests its operators with (these
+need expecttest).
 
 Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
 made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
@@ -25,6 +26,7 @@ from tests.random_modules.strategy import make_case as make_module_case
 
 from . import parsed_once
 from . import random_loops as loops
+from . import random_manual as manual
 from . import random_training as training
 from .adversarial_protocol import check as ranks
 from .api.pipeline import random_models as pipeline_models
@@ -48,6 +50,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "modules": make_module_case,
     "loops": loops.make_loop_case,
     "manual_loops": int,
+    "manual_gradients": int,
     "training": training.make_training_case,
     "histories": histories.make_history,
     "pipelines": pipeline_models.make_fuzz_case,
@@ -63,6 +66,7 @@ _OWN: dict[str, Callable[[Any], Any]] = {
     "histories": histories.run,
     "loops": loops.run,
     "manual_loops": loops.run_manual,
+    "manual_gradients": manual.run,
     "pipelines": pipelines.run,
     "operators": operators.run,
 }

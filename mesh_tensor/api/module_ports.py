@@ -3,6 +3,7 @@ that it holds, laid out once, whatever sizes it is called with."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -213,6 +214,15 @@ def constant_tensor(constant: relax.Constant, value: ProgramValue) -> MeshTensor
     """A constant on every device."""
     tensor = torch_tensor(constant.data).clone().view(value.shape)
     return distribute(tensor, value.sharding.mesh, value.sharding)
+
+
+def constants_digest(constants: Mapping[str, relax.Constant]) -> str:
+    """What tells these constants from others, by what they are called and hold."""
+    made = hashlib.sha256()
+    for name in sorted(constants):
+        made.update(name.encode())
+        made.update(torch_tensor(constants[name].data).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return f"digest {made.hexdigest()[:12]}"
 
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import Records
 
-from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, picked, ports_of
+from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, constants_digest, picked, ports_of
 
 
 class RankModuleLaunch:
@@ -55,7 +55,7 @@ class RankModuleLaunch:
         self._settled = settled
         made = plan.made
         self._faults = faults = Faults(ranks, made.program.name)
-        facts = program_facts(made.program, target.name, overlap)
+        facts = program_facts(made.program, target.name, overlap) | {"constants": constants_digest(made.constants)}
         agree(ranks, faults, facts)
         self._digest = digest_of(facts)
         self.lane.run(self._digest)

@@ -1,13 +1,13 @@
 """Propagation: a layout for every value of a Graph, from those that were stated.
 
 Annotations of lower priority are heard first; of these, layouts of activations before those that say where weights are
-stored (see `stored`), and axes that a dim's first atom has room for before others, those of larger tensors
+stored (see `stored_axes`), and axes that a dim's first atom has room for before others, those of larger tensors
 first. How they spread: see `spread`. What was stated stays, whenever it spreads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mesh_tensor.annotations.module_annotations import Annotation
@@ -33,32 +33,40 @@ class Layouts:
     order: Mapping[str, int] = field(default_factory=dict)
 
 
-def propagate(graph: Graph, atoms: Atoms) -> Layouts:
-    """A layout for every value of the graph. Deterministic."""
+Late = Mapping[Value, frozenset[str]]  # the axes of annotated values that are heard after others
+
+
+def propagate(graph: Graph, atoms: Atoms, late: Late | None = None) -> Layouts:
+    """A layout for every value of the graph. Deterministic. `late`: what is heard after all else of its priority; what
+    only stores weights, by default."""
     spread = Spread(graph, atoms)
     for value, annotation in graph.annotations.items():
         spread.state(value, annotation)
     for value, axes in at_the_edge(graph, atoms.devices).items():
         spread.start(value, axes)
     spread.run()
-    for starting in _turns(graph, stored_axes(graph, atoms), spread.places):
+    late = stored_axes(graph, atoms) if late is None else late
+    for starting in _turns(graph, late, spread.places):
         for value, axes in starting.items():
             spread.start(value, axes)
         spread.run()
+    conflicts = list(spread.conflicts())
+    if _resume(graph, atoms, spread, conflicts):
+        conflicts = list(spread.conflicts())
     order = _order(graph)
     layouts = _layouts(graph, atoms, spread, order)
     layouts |= {result: layouts[replaced] for result, replaced in graph.state.items()}
     layouts |= _stated_partial(graph, layouts)
-    return Layouts(layouts, list(dict.fromkeys(spread.conflicts())), order)
+    return Layouts(layouts, list(dict.fromkeys(conflicts)), order)
 
 
 def _turns(
-    graph: Graph, stored: Mapping[Value, frozenset[str]], places: Mapping[Value, Mapping[str, int]]
+    graph: Graph, late_axes: Late, places: Mapping[Value, Mapping[str, int]]
 ) -> list[dict[Value, frozenset[str]]]:
     """Which axes of which annotated values start to spread together, in order."""
     turns: dict[tuple[int, bool, int], dict[Value, frozenset[str]]] = {}
     for value, annotation in graph.annotations.items():
-        late, left_over = stored.get(value, frozenset()), _left_over(annotation, places[value])
+        late, left_over = late_axes.get(value, frozenset()), _left_over(annotation, places[value])
         for axis in annotation.sharding.as_dict():
             room = -value.type.elements if axis in left_over else _ROOM
             turn = turns.setdefault((annotation.priority_of(axis), axis in late, room), {})
@@ -112,6 +120,52 @@ def _layouts(graph: Graph, atoms: Atoms, spread: Spread, order: Mapping[str, int
     return layouts
 
 
+def other_turns(graph: Graph, atoms: Atoms, conflicts: Collection[Conflict]) -> list[Late]:
+    """What else may be heard late, where experts and inputs that are split over one axis met: the experts' weights,
+    which are gathered then, or the inputs."""
+    weights, inputs = _that_met(graph, atoms, conflicts)
+    return [weights, inputs] if weights and not any(stored_axes(graph, atoms).values()) else []
+
+
+def _that_met(graph: Graph, atoms: Atoms, conflicts: Collection[Conflict]) -> tuple[Late, Late]:
+    """The axes of weights that are stacks of matrices, which they tell apart, and of inputs, over which both are split,
+    and which were asked to split several factors."""
+    asked = {conflict.axis for conflict in conflicts} - graph.manual
+    if not asked:
+        return {}, {}
+    weights, inputs = _weights_and_inputs(graph, atoms, stacked=True)
+    stated = {value: graph.annotations[value].sharding for value in (*weights, *inputs)}
+    split = [
+        {value: asked.intersection(stated[value].axes_of(0)) for value in weights if value.type.ndim > 2},
+        {value: asked.intersection(stated[value].as_dict()) for value in inputs},
+    ]
+    met = frozenset.intersection(*(frozenset().union(*side.values()) for side in split))
+    experts, others = ({value: met & axes for value, axes in side.items() if met & axes} for side in split)
+    return experts, others
+
+
+def _resume(graph: Graph, atoms: Atoms, spread: Spread, conflicts: Collection[Conflict]) -> bool:
+    """Where experts kept an axis from inputs, and what it splits is summed, the inputs' layout goes on: rows of tokens
+    are split again once what experts made of them is added up. Whether that may be so."""
+    _, inputs = _that_met(graph, atoms, conflicts)
+    if not inputs:
+        return False
+    alone = Spread(graph, atoms)
+    for value, axes in inputs.items():
+        alone.state(value, graph.annotations[value])
+        alone.start(value, axes)
+    alone.run()
+    shared = graph.mesh.in_order(frozenset().union(*inputs.values()))
+    for node in graph.nodes:
+        rule = atoms.rules[node]
+        operands = list(zip(node.inputs, rule.inputs, strict=True)) if rule.reduced else []
+        for axis in shared if operands else ():
+            summed = any(spread.splits(value, factors, axis) in rule.reduced for value, factors in operands)
+            for value in [v for v in node.outputs if summed and axis in alone.places[v]]:
+                spread.take(value, axis, alone.places[value][axis])
+    return True
+
+
 def stored_axes(graph: Graph, atoms: Atoms) -> dict[Value, frozenset[str]]:
     """Per annotated weight the axes that only store it."""
     split = {value: frozenset(stated.sharding.as_dict()) for value, stated in graph.annotations.items()}
@@ -134,9 +188,10 @@ def stored_axes(graph: Graph, atoms: Atoms) -> dict[Value, frozenset[str]]:
     return {value: split[value] & disagreeing for value in weights}
 
 
-def _weights_and_inputs(graph: Graph, atoms: Atoms) -> tuple[list[Value], list[Value]]:
+def _weights_and_inputs(graph: Graph, atoms: Atoms, stacked: bool = False) -> tuple[list[Value], list[Value]]:
     """The annotated values that are parameters, perhaps turned or cast: those which what they meet first leads (a
-    matrix that rows are multiplied with, a bias, a scale, a table), and the others."""
+    matrix that rows are multiplied with, a bias, a scale, a table), and the others. `stacked`: several matrices, with
+    which the same rows are multiplied, are led by what is computed, or leads elsewhere."""
     root = {value: value for value in graph.params}
     led: dict[Value, bool] = {}
     for node in graph.nodes:
@@ -147,7 +202,11 @@ def _weights_and_inputs(graph: Graph, atoms: Atoms) -> tuple[list[Value], list[V
             root.update(dict.fromkeys(node.outputs, root[met[0]]))
             continue
         rule = atoms.rules[node].rule
-        leader = max(range(len(node.inputs)), key=lambda position: _lead(rule, position))
+        places: Sequence[int] = range(len(node.inputs))
+        if stacked and rule.reduced:
+            first = [n for n in places if node.inputs[n] not in root or led.get(root[node.inputs[n]]) is False]
+            places = first or places
+        leader = max(places, key=lambda position: _lead(rule, position))
         for value in met:
             led.setdefault(root[value], value is not node.inputs[leader])
     found: tuple[list[Value], list[Value]] = ([], [])

@@ -121,6 +121,22 @@ class Spread:
             if axis in axes:
                 self._push(value, axis, 0)
 
+    def splits(self, value: Value, factors: AtomFactors, axis: str) -> str | None:
+        """Which of the factors of a value the axis splits."""
+        return self._factor_at(value, factors, axis)
+
+    def take(self, value: Value, axis: str, place: int) -> None:
+        """The axis splits this atom of a value, if nothing else is known or stated next, and that spreads."""
+        nodes = [self._sites[number].node for number, _ in self._touching[value]]
+        stated = [node.outputs[0] for node in nodes if node.is_annotation and node.outputs[0] is not value]
+        if any(axis in self._closed.get(one, ()) and axis not in self.places[one] for one in stated):
+            return
+        if axis in self.places[value] or axis in self._closed.get(value, ()) or place in self._kept.get(value, ()):
+            return
+        self.places[value][axis] = place
+        self._push(value, axis, 0)
+        self.run()
+
     def _members(self, value: Value) -> list[Value]:
         """The values that lie as this one, itself among them."""
         return self._group.get(value) or [value]

@@ -23,7 +23,7 @@ from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph, Interleaved, leaves
 from mesh_tensor.plan.prices import prices_on
-from mesh_tensor.plan.propagate import Layouts, propagate
+from mesh_tensor.plan.propagate import Late, Layouts, other_turns, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
 from mesh_tensor.plan.reshards import cost_of, insert_reshards
 from mesh_tensor.plan.slices import joined_slices, parts_side_by_side, sliced_splits
@@ -202,11 +202,21 @@ def plan_graph(graph: Graph, atoms: Atoms, options: PlanOptions = PlanOptions())
     return ModulePlan(made, tuple(ports), params, state, index_checks(graph), graph.mesh, lambda: stages)
 
 
-def _laid_out(graph: Graph, atoms: Atoms, options: PlanOptions) -> tuple[Graph, Atoms, Layouts, ExplicitGraph]:
+_LaidOut = tuple[Graph, Atoms, Layouts, ExplicitGraph]
+
+
+def _laid_out(graph: Graph, atoms: Atoms, options: PlanOptions) -> _LaidOut:
     """The graph as it is best written for the layouts of its values, these, and every change of layout."""
-    layouts = propagate(graph, atoms)
+    made = _heard(graph, atoms, options)
+    others = [_heard(graph, atoms, options, late) for late in other_turns(graph, atoms, made[2].conflicts)]
+    return min([made, *others], key=lambda tried: cost_of(tried[-1])) if others else made
+
+
+def _heard(graph: Graph, atoms: Atoms, options: PlanOptions, late: Late | None = None) -> _LaidOut:
+    """The same, for one order in which annotations are heard."""
+    layouts = propagate(graph, atoms, late)
     for rewrite in (expand, regroup_sums):
         if (rewritten := rewrite(graph, atoms, layouts)) is not None:
             graph, atoms = rewritten, options.atoms(rewritten)
-            layouts = propagate(graph, atoms)
+            layouts = propagate(graph, atoms, late)
     return graph, atoms, layouts, insert_reshards(graph, atoms, layouts)

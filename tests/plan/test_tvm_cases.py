@@ -147,6 +147,21 @@ class Redistribute:
         return (lv0, lv1, lv2, lv3)
 
 
+@I.ir_module
+class ShapeOf:
+    @R.function
+    def main(x: R.Tensor(("n", 8), "float32")):
+        shape = R.shape_of(x)
+        return R.add(x, R.ones(shape, "float32")), R.shape_to_tensor(shape)
+
+
+def test_shapes_as_values():
+    x = torch.randn(5, 8)
+    for found in (mt.distribute_module(ShapeOf, {"x": 2}, {"x": {"x": 0}})(x), mt.run_sequential(ShapeOf, [x])):
+        assert found[0].equal(x + 1)
+        assert found[1].tolist() == [5, 8]
+
+
 def test_redistribute():
     """The first two are TVM's: a slice, and nothing. TVM refuses the others."""
     run = mt.distribute_module(Redistribute, function="foo")

@@ -135,7 +135,9 @@ def tensor_type(info: relax.StructInfo, what: str) -> TensorType:
     """Shape and dtype of a struct info; `what` names the tensor or operator in messages."""
     tensor = info if isinstance(info, relax.TensorStructInfo) else getattr(info, "tensor_sinfo", None)
     shape, dtype = (None, "") if tensor is None else (tensor.shape, str(tensor.dtype))
-    if shape is None or not dtype:
+    if isinstance(shape, relax.Var):  # what R.shape_of gave
+        shape = shape.struct_info
+    if shape is None or shape.values is None or not dtype:
         refuse(
             f"{what}: {info} is no tensor of known shape and dtype",
             why="layouts can only be decided for tensors of known size",

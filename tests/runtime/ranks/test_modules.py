@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 
+from . import exported_bodies
 from . import module_bodies as bodies
 from .launcher import run
 
@@ -47,3 +48,8 @@ def test_order_of_axes_and_manual_computations():
     for refusal in run(partial(bodies.order_and_manual, sizes=(2, 2)), 4):
         assert "a DTensor has no placements for 'S[0:1], S[0]'" in refusal
         assert "in the mesh's order" in refusal
+
+
+def test_what_a_rank_exports():
+    for said in run(exported_bodies.exported, 2):
+        assert "constants differ between ranks: rank 0: digest" in said
