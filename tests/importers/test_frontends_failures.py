@@ -11,7 +11,6 @@ from torch import nn
 import mesh_tensor as mt
 from mesh_tensor.importers import torch_ops
 from mesh_tensor.importers.imported import refuse_differences
-from mesh_tensor.importers.imported import refuse_differences
 
 
 class Call(nn.Module):
