@@ -9,6 +9,7 @@ from functools import partial
 
 from tvm import tirx
 
+from kernels.attention_sinks import sink_attention
 from kernels.catalogue.case import KernelFactory
 from kernels.combined import delta_rule, largest_of_rows, one_pass_variance
 from kernels.convolution import convolution_2d
@@ -19,7 +20,7 @@ from kernels.flash_attention import flash_attention
 from kernels.gemv import gemv, gevm
 from kernels.grouped_query import grouped_decode, grouped_key_gradient, split_decode
 from kernels.layer_norm import layer_norm
-from kernels.linear_attention import linear_attention, value_gradient
+from kernels.linear_attention import linear_attention, query_and_value_gradients, value_gradient
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
@@ -265,6 +266,13 @@ def _combined() -> Iterator[PlanCase]:
     for of in ("all", "last"):
         options = {**sparse, "largest_of": of}
         yield _case("carried", block_sparse_attention, options, keys=("K2 V2", _STATES, 4 * 256 * (64 + 2)))
+    yield _case(
+        "carried",
+        sink_attention,
+        {"heads": 8, "seq": 4096, "dim": 64, "window": 4096},
+        heads="Q0 K0 V0 Sinks0 Out0",
+        keys=("K1 V1", _STATES, 8 * 4096 * (64 + 2)),
+    )
     yield _case("carried", split_decode, _DECODE, keys=("K1 V1 lse2 partial2", _STATES, _DECODE_STATES))
     linear = {"batch": 4, "heads": 16, "length": 4096, "key_dim": 64, "value_dim": 64, "chunk": 64}
     for decay in (None, 0.99):
@@ -281,6 +289,14 @@ def _combined() -> Iterator[PlanCase]:
         linear,
         heads="Q2 K2 dOut2 dV2",
         sequence=("Q1 K1 dOut1 dV1", _HANDED_BACK, 0, 0, 4 * 16 * 64 * 64),
+    )
+    both = "every device starts from what those before it, and those after it, come to"
+    yield _case(
+        "carried",
+        query_and_value_gradients,
+        linear,
+        heads="Q2 K2 V2 dOut2 dQ2 dV2",
+        sequence=("Q1 K1 V1 dOut1 dQ1 dV1", both, 0, 0, 2 * 4 * 16 * 64 * 64),
     )
     margin = "the first row of the next tile; the states of all and what is left of them"
     yield _case(

@@ -103,3 +103,66 @@ def value_gradient_reference(q, k, d_out):
     """In float64, with the whole matrix of scores."""
     q, k, d_out = (t.double().transpose(1, 2) for t in (q, k, d_out))
     return ((q @ k.mT).tril().mT @ d_out).transpose(1, 2).float().contiguous()
+
+
+def query_and_value_gradients(batch, heads, length, key_dim, value_dim, chunk=16):
+    """The gradients of linear attention that need what came before, `dQ[t] = sum over s <= t of (dOut[t] . V[s]) *
+    K[s]`, and what comes after, dV, in one kernel: from the first chunk to the last, then back."""
+    chunks = length // chunk
+
+    @T.prim_func
+    def query_and_value_gradients_kernel(
+        Q: T.Tensor((batch, length, heads, key_dim), "float32"),
+        K: T.Tensor((batch, length, heads, key_dim), "float32"),
+        V: T.Tensor((batch, length, heads, value_dim), "float32"),
+        dOut: T.Tensor((batch, length, heads, value_dim), "float32"),
+        dQ: T.Tensor((batch, length, heads, key_dim), "float32"),
+        dV: T.Tensor((batch, length, heads, value_dim), "float32"),
+    ):
+        with T.Kernel(heads, batch, threads=128) as (bh, bb):
+            keys = T.alloc_shared((chunk, key_dim), "float32")
+            queries = T.alloc_shared((chunk, key_dim), "float32")
+            values = T.alloc_shared((chunk, value_dim), "float32")
+            d_out = T.alloc_shared((chunk, value_dim), "float32")
+            scores = T.alloc_fragment((chunk, chunk), "float32")
+            d_q = T.alloc_fragment((chunk, key_dim), "float32")
+            d_v = T.alloc_fragment((chunk, value_dim), "float32")
+            past = T.alloc_fragment((key_dim, value_dim), "float32")
+            future = T.alloc_fragment((key_dim, value_dim), "float32")
+            known = T.alloc_shared((key_dim, value_dim), "float32")
+            T.clear(past)
+            T.clear(future)
+            for step in T.Pipelined(chunks, num_stages=1):
+                T.copy(K[bb, step * chunk : (step + 1) * chunk, bh, 0:key_dim], keys)
+                T.copy(V[bb, step * chunk : (step + 1) * chunk, bh, 0:value_dim], values)
+                T.copy(dOut[bb, step * chunk : (step + 1) * chunk, bh, 0:value_dim], d_out)
+                T.gemm(d_out, values, scores, transpose_B=True, clear_accum=True)
+                for i, j in T.Parallel(chunk, chunk):
+                    scores[i, j] = T.if_then_else(i >= j, scores[i, j], 0.0)
+                T.copy(past, known)
+                T.gemm(scores, keys, d_q, clear_accum=True)
+                T.gemm(d_out, known, d_q, transpose_B=True)
+                T.gemm(keys, values, past, transpose_A=True)
+                T.copy(d_q, dQ[bb, step * chunk : (step + 1) * chunk, bh, 0:key_dim])
+            for step in T.Pipelined(chunks, num_stages=1):
+                start = (chunks - 1 - step) * chunk
+                T.copy(Q[bb, start : start + chunk, bh, 0:key_dim], queries)
+                T.copy(K[bb, start : start + chunk, bh, 0:key_dim], keys)
+                T.copy(dOut[bb, start : start + chunk, bh, 0:value_dim], d_out)
+                T.gemm(keys, queries, scores, transpose_B=True, clear_accum=True)
+                for i, j in T.Parallel(chunk, chunk):
+                    scores[i, j] = T.if_then_else(i <= j, scores[i, j], 0.0)
+                T.copy(future, known)
+                T.gemm(scores, d_out, d_v, clear_accum=True)
+                T.gemm(keys, known, d_v)
+                T.gemm(queries, d_out, future, transpose_A=True)
+                T.copy(d_v, dV[bb, start : start + chunk, bh, 0:value_dim])
+
+    return query_and_value_gradients_kernel
+
+
+def query_and_value_gradients_reference(q, k, v, d_out):
+    """In float64, with the whole matrices of scores."""
+    wide_k, wide_v, wide = (t.double().transpose(1, 2) for t in (k, v, d_out))
+    d_q = (wide @ wide_v.mT).tril() @ wide_k
+    return d_q.transpose(1, 2).float().contiguous(), value_gradient_reference(q, k, d_out)

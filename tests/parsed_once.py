@@ -10,7 +10,6 @@ import inspect
 import linecache
 import sys
 from collections.abc import Callable, Iterator
-from itertools import islice
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -44,10 +43,14 @@ def mutate_once(func: Callable[..., Any]) -> IRGenerator[..., Any]:
 
 def near_stack(near: int = 4) -> list[inspect.FrameInfo]:
     """What `inspect.stack()` gives, with source for the nearest frames alone."""
-    frames = list(_frames(sys._getframe(1)))
-    found = [inspect.FrameInfo(frame, *inspect.getframeinfo(frame)) for frame in islice(frames, near)]
-    codes = [(frame, frame.f_code) for frame in frames[near:]]
-    return found + [inspect.FrameInfo(f, c.co_filename, f.f_lineno, c.co_name, None, None) for f, c in codes]
+    return [_told(frame, at < near) for at, frame in enumerate(_frames(sys._getframe(1)))]
+
+
+def _told(frame: FrameType, with_source: bool) -> inspect.FrameInfo:
+    """A frame and its line, straight from the file: `inspect` asks all modules first which of them it is."""
+    code, line = frame.f_code, frame.f_lineno
+    text = linecache.getlines(code.co_filename, frame.f_globals)[line - 1 : line] if with_source else []
+    return inspect.FrameInfo(frame, code.co_filename, line, code.co_name, text or None, 0 if text else None)
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -18,6 +18,8 @@ from kernels.grouped_query import (
 from kernels.linear_attention import (
     linear_attention,
     linear_attention_reference,
+    query_and_value_gradients,
+    query_and_value_gradients_reference,
     value_gradient,
     value_gradient_reference,
 )
@@ -156,6 +158,14 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
             normal("batch length heads value_dim"),
         ),
         ("dV",),
+    ),
+    KernelCase(
+        "query_and_value_gradients",
+        partial(query_and_value_gradients, chunk=4),
+        query_and_value_gradients_reference,
+        _SEQUENCES,
+        tensors(*[normal("batch length heads key_dim")] * 2, *[normal("batch length heads value_dim")] * 2),
+        ("dQ", "dV"),
     ),
     KernelCase(
         "advantages",

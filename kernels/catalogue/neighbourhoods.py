@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from kernels.attention_sinks import sink_attention, sink_attention_reference
 from kernels.cross_entropy import labelled_cross_entropy, labelled_cross_entropy_reference
 from kernels.neighbourhoods import (
     escape_times,
@@ -35,6 +36,14 @@ NEIGHBOURHOOD_CASES = (
         partial(sliding_attention_reference, window=6),
         ({"seq": 48}, {"seq": 28}, {"seq": 5}),
         tensors(normal("seq 8"), normal("seq 8"), normal("seq 8")),
+        ("Out",),
+    ),
+    KernelCase(
+        "sink_attention",
+        partial(sink_attention, dim=8, window=6, block=4),
+        partial(sink_attention_reference, window=6),
+        ({"heads": 2, "seq": 24}, {"heads": 3, "seq": 13}, {"heads": 1, "seq": 3}),
+        tensors(*[normal("heads seq 8")] * 3, normal("heads")),
         ("Out",),
     ),
     KernelCase(

@@ -20,7 +20,7 @@ from tvm.tirx.stmt_functor import substitute
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.tir.nodes import function_name, nodes
+from mesh_tensor.tir.nodes import function_name, is_const, nodes
 from mesh_tensor.tir.views import declared
 
 from .annotation import HOW_TO_ANNOTATE, BufferAnnotation, check, complete, from_attr, metadata_to_attr
@@ -212,7 +212,7 @@ def _check_divisors(func: tirx.PrimFunc, values: Mapping[tirx.Var, tirx.PrimExpr
     for divisor in [quotient.b for quotient in nodes(func.body, *_QUOTIENTS)]:  # inner ones come first
         if any(var in values for var in _variables(divisor)):
             value = _simplify(substitute(divisor, values))
-            if isinstance(value, tirx.IntImm) and int(value) == 0:
+            if is_const(value, 0):
                 told = ", ".join(f"{var.name} = {size}" for var, size in values.items())
                 refuse(
                     f"the kernel divides by {divisor}, which is 0 where {told}",

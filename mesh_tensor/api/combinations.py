@@ -70,9 +70,9 @@ def tried(func: tirx.PrimFunc, view: str) -> tirx.PrimFunc:
 def _used(analysis: Analysis) -> Iterator[tuple[int, Stated]]:
     """The statements by which some factor may be split, and the top-level statements of their loops."""
     for reduction in analysis.reductions.values():
-        if reduction.scan is not None and not reduction.scan.is_resumed:
-            groups = dict.fromkeys(part.stated for part in reduction.scan.carried if part.stated is not None)
-            yield from ((reduction.scan.top, stated) for stated in groups)
+        for scan in (scan for scan in reduction.scans if not scan.is_resumed):
+            groups = dict.fromkeys(part.stated for part in scan.carried if part.stated is not None)
+            yield from ((scan.top, stated) for stated in groups)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,21 +11,20 @@ from typing import Any
 
 from tvm import ir
 
-from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, source_names
+from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import spread
 from mesh_tensor.pipelining.flow import Flow, Layers, find_layers
-from mesh_tensor.pipelining.fragments import Stage, cut, gradient_name, trained_values
-from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.pipelining.fragments import Stage, cut, trained_values
 from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
-from mesh_tensor.searching.choices import DATA, MODEL, Choice
-from mesh_tensor.searching.pieces import Model, Piece, named_schedule
-from mesh_tensor.simulation import PipelineSimulation, Simulation
-from mesh_tensor.simulation.pipelines import held_for_backward, simulate_pipeline, tile_bytes, weights_of
+from mesh_tensor.searching.choices import MODEL, Choice
+from mesh_tensor.searching.pieces import Model, Piece
+from mesh_tensor.simulation import Simulation
+from mesh_tensor.simulation.pipelines import held_for_backward, tile_bytes, weights_of
 
 from . import strategies
 from .fragments import Options, StageFragments, training_fragments
@@ -56,7 +55,7 @@ class ModelPieces:
         layouts: Mapping[str, Mapping[str, int]] | None = None,
         halves: bool = False,
     ) -> None:
-        self.flow, self.inputs, self._machine = Flow(mod, function), tuple(inputs), machine
+        self.flow, self.inputs, self.machine = Flow(mod, function), tuple(inputs), machine
         self._symbols = ModuleSignature(self.flow.mod, function).symbols
         self.layers = self._found_layers()
         self._weights = [name for name in self.flow.params if name not in inputs and self.flow.is_float(name)]
@@ -116,7 +115,7 @@ class ModelPieces:
         if self._layouts is not None:
             return self._layouts
         try:
-            found = strategies.tensor_parallel(self._flow(self.rows or 1).mod, MODEL, vocabulary=True)
+            found = strategies.tensor_parallel(self.flow_of(self.rows or 1).mod, MODEL, vocabulary=True)
         except MeshTensorError:
             return {}
         return {ours.get(name, name): layout for name, layout in found.items()}
@@ -125,7 +124,7 @@ class ModelPieces:
     def sums(self) -> tuple[str, ...]:
         """The values between groups of split layers."""
         ours = source_names(self.flow.func)
-        found = strategies.sequence_parallel(self._flow(self.rows or 1).mod, MODEL)
+        found = strategies.sequence_parallel(self.flow_of(self.rows or 1).mod, MODEL)
         return tuple(ours.get(name, name) for name in found)
 
     def shardings(self, sequence: bool, also: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
@@ -156,12 +155,13 @@ class ModelPieces:
     def _planned(self, shape: Shape) -> Model:
         if shape not in self._known:
             self.planned += 1
-            flow = self._flow(shape.rows)
+            flow = self.flow_of(shape.rows)
             before, layer, after = (self._piece(flow, stage, shape) for stage in self._stages(flow))
             self._known[shape] = Model(before, layer, after, self.layers.count)
         return self._known[shape]
 
-    def _flow(self, rows: int) -> Flow:
+    def flow_of(self, rows: int) -> Flow:
+        """The function for so many rows."""
         if rows not in self._flows:
             sizes = dict.fromkeys(self._symbols, rows)
             self._flows[rows] = Flow(bound(self.flow.mod, self.flow.function, sizes), self.flow.function)
@@ -201,12 +201,12 @@ class ModelPieces:
         (layouts,) = stage_layouts(flow, (replace(stage, index=0),), topology, shardings)
         passed = {*self._weights, *trained_values(flow, self._weights)}
         wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
-        options = Options("c", recompute=recompute, plan=PlanOptions(machine=self._machine))
+        options = Options("c", recompute=recompute, plan=PlanOptions(machine=self.machine))
         here = training_fragments(stage, topology[stage.mesh], layouts, options, wrt, kinds)
         return replace(here, stage=stage, inputs=tuple(name for name in stage.params if name in self.inputs))
 
     def _measured(self, here: StageFragments) -> Piece:
-        made = {kind: Simulation(each.module.program, self._machine) for kind, each in here.fragments.items()}
+        made = {kind: Simulation(each.module.program, self.machine) for kind, each in here.fragments.items()}
         trained = [name for name in weights_of(here) if name in self.weights]
         nbytes, held = tile_bytes(here, weights_of(here)), held_for_backward(here)
         kept = int(held.forward)
@@ -216,7 +216,6 @@ class ModelPieces:
             weights=nbytes,
             elements=elements_of(here, trained),
             tensors=len(trained),
-            matrices=sum(len(self.weights[name]) > 1 for name in trained),
             kept=kept,
             taken=tile_bytes(here, (*here.inputs, *here.stage.takes)),
             received=_whole_bytes(here, here.stage.takes) // here.mesh.num_devices,
@@ -225,64 +224,6 @@ class ModelPieces:
             own=made["W"].time if "W" in made else 0.0,
             halfway=int(held.weight or 0) if {"I", "W"} <= made.keys() else 0,
         )
-
-    @uncollected
-    def whole(
-        self, choice: Choice, layers: Sequence[int], batch: int
-    ) -> tuple[PipelineSimulation, list[StageFragments]]:
-        """A choice planned in full, as its pipeline runs: what that takes but for the update, and its stages."""
-        flow = self._flow(batch // choice.microbatches)
-        schedule = named_schedule(*choice.order)
-        topology = Topology({f"m{number}": each.mesh for number, each in enumerate(choice.each)})
-        cuts = self.stages_of(flow, layers)
-        stages = [replace(each, mesh=topology.names[schedule.mesh_of[each.index]]) for each in cuts]
-        shardings = shardings_of(self, choice)
-        kinds = "".join({action.kind: None for row in schedule.rows for action in row})
-        made: list[StageFragments] = []
-        for stage in stages:
-            ports = [shardings.get(name) for name in ports_of_stage(stage)]
-            same = (
-                renamed(other, stage)
-                for other in made
-                if topology[other.stage.mesh] == topology[stage.mesh]
-                and [shardings.get(name) for name in ports_of_stage(other.stage)] == ports
-                and ir.structural_equal(_unnamed(other.stage.module), _unnamed(stage.module))
-            )
-            found = next(same, None)
-            made.append(found or self.fragments(flow, stage, topology, shardings, kinds, choice.recompute))
-        return simulate_pipeline(_Planned(topology, schedule, tuple(made)), self._machine, Simulation), made
-
-
-def ports_of_stage(stage: Stage) -> tuple[str, ...]:
-    """What a stage's function takes and gives, in order."""
-    return (*stage.params, *stage.takes, *stage.gives)
-
-
-def _unnamed(mod: ir.IRModule) -> ir.IRModule:
-    """The module without what its values are called in its source."""
-    return ir.IRModule({name: func.without_attr(SOURCE_NAMES_ATTR) for name, func in mod.functions_items()})
-
-
-def renamed(here: StageFragments, stage: Stage) -> StageFragments:
-    """A stage's fragments as those of another one, which computes the same on values of its own."""
-    names = dict(zip(ports_of_stage(here.stage), ports_of_stage(stage), strict=True))
-    names |= {gradient_name(one): gradient_name(other) for one, other in names.items()}
-
-    def own(values: Iterable[str]) -> tuple[str, ...]:
-        return tuple([names.get(name, name) for name in values])
-
-    made = {kind: replace(f, takes=own(f.takes), gives=own(f.gives)) for kind, f in here.fragments.items()}
-    layouts = {names.get(name, name): layout for name, layout in here.layouts.items()}
-    return replace(here, stage=stage, fragments=made, layouts=layouts, inputs=own(here.inputs))
-
-
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """What a simulation looks at of a pipeline."""
-
-    topology: Topology
-    schedule: Schedule
-    fragments: tuple[StageFragments, ...]
 
 
 def elements_of(here: StageFragments, names: Iterable[str]) -> int:
@@ -301,27 +242,8 @@ def between(low: Model, high: Model, below: int, above: int, rows: int) -> Model
 
     def mixed(a: Piece, b: Piece) -> Piece:
         numbers = {name: x + share * (getattr(b, name) - x) for name, x in vars(a).items()}
-        whole = ("weights", "elements", "tensors", "matrices", "kept", "taken", "received", "working", "halfway")
+        whole = ("weights", "elements", "tensors", "kept", "taken", "received", "working", "halfway")
         return Piece(**{name: round(n) if name in whole else n for name, n in numbers.items()})
 
     before, layer, after = (mixed(getattr(low, name), getattr(high, name)) for name in ("before", "layer", "after"))
     return Model(before, layer, after, low.layers)
-
-
-def shardings_of(pieces: ModelPieces, choice: Choice) -> dict[str, dict[str, int]]:
-    """The layouts of a choice: the batch and what is between layers by rows, weights as Megatron's, and with ZeRO-3
-    over the data axis as well."""
-    made = pieces.shardings(choice.sequence, {DATA: 0} if choice.data > 1 else {})
-    if choice.model == 1:
-        made = {name: {axis: d for axis, d in layout.items() if axis == DATA} for name, layout in made.items()}
-    made |= {name: {DATA: 0} if choice.data > 1 else {} for name in pieces.inputs}
-    if choice.zero == 3:
-        for name, size in pieces.weights.items():
-            made[name] = {**made.get(name, {}), **_over_data(size, made.get(name, {}), choice)}
-    return {name: layout for name, layout in made.items() if layout or name not in pieces.weights}
-
-
-def _over_data(shape: Sequence[int], layout: Mapping[str, int], choice: Choice) -> dict[str, int]:
-    """Over the first dim that is whole and long enough; vectors stay whole."""
-    free = [dim for dim, size in enumerate(shape) if dim not in layout.values() and size >= choice.data]
-    return {DATA: free[0]} if free and len(shape) > 1 else {}

@@ -25,6 +25,7 @@ from mesh_tensor.runtime.virtual.launch import Launch
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
+from mesh_tensor.targets.tile_memory import memory_of
 
 from .module_ports import HeldWeights, ModulePort, Refined, apart, constant_tensor, ports_of, whole
 
@@ -200,13 +201,13 @@ def state_of(func: relax.Function, weights: Mapping[str, Any], donated: bool) ->
 
 def kept_apart(launch: AnyLaunch, state: Mapping[str, Any], others: Iterable[Any]) -> dict[str, Any]:
     """The state as the launch takes it, in memory that none of the others, which callers have, has."""
-    outside = {_memory(part) for tensor in others for part in _parts(tensor)}
+    outside = {memory_of(part) for tensor in others for part in _parts(tensor)}
     return {name: _apart(launch, name, tensor, outside) for name, tensor in state.items()}
 
 
 def _apart(launch: AnyLaunch, name: str, tensor: Any, outside: set[int]) -> Any:
     """The state, in memory that no caller has."""
-    if not any(_memory(part) in outside for part in _parts(tensor)):
+    if not any(memory_of(part) in outside for part in _parts(tensor)):
         return tensor
     return launch.enter(name, launch.leave(name, tensor, True)) if isinstance(launch, ModuleLaunch) else tensor.clone()
 
@@ -220,10 +221,6 @@ def _parts(tensor: Any) -> Iterable[torch.Tensor]:
     if isinstance(tensor, MeshTensor):
         return tensor.tiles()
     return [] if isinstance(tensor, StoredTensor) else [local_part(tensor) if is_dtensor(tensor) else tensor]
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class Recording(Protocol):

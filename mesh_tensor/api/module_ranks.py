@@ -21,6 +21,7 @@ from mesh_tensor.runtime.overwriting import Leave, may_overwrite
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements
 from mesh_tensor.runtime.ranks.faults import Faults, agree, anywhere, digest_of, program_facts
+from mesh_tensor.runtime.ranks.rank_backend import RankBackend
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.ranks.redistribution import Part, one_of, rank_layout
@@ -60,7 +61,8 @@ class RankModuleLaunch:
         self.lane.run(self._digest)
         program = with_overlap_on(ranks.machine, made.program) if overlap == "auto" else made.program
         ended = {made.inputs[number] for number in ends} - _names_in(made.result)
-        self._run, self._result = RankLaunch(program, target, ranks, faults, carried=carried, ends=ended), made.result
+        self._run = RankLaunch(RankBackend(program, target, ranks, faults, carried=carried, ends=ended))
+        self._result = made.result
         self._ports = {port.name: port for port in ports_of(plan)}
         self._inputs = dict(zip(plan.params, made.inputs, strict=True))
         values = made.program.values

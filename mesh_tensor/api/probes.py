@@ -176,12 +176,6 @@ class Chain:
         return max(0.0, self._times[0] - _SHORT * self.step)
 
 
-def step_time(probe: Probe, side: int, dtype: str = "float32") -> tuple[float, float]:
-    """Seconds of a step, and of a call beside its steps."""
-    made = Chain(probe, side, dtype).run()
-    return made.step, made.call
-
-
 def _chain(probe: Probe, shapes: Shapes, dtypes: Sequence[str], count: int) -> ir.IRModule:
     """A function that applies the operator `count` times."""
     builder = relax.BlockBuilder()

@@ -18,6 +18,7 @@ from mesh_tensor.runtime.ambient import fix_of, is_dual, may_be_dual, overlaps
 from mesh_tensor.runtime.ranks.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
 from mesh_tensor.runtime.ranks.dtensor_ports import enter, leave, transfers
 from mesh_tensor.runtime.ranks.faults import Faults, agree, digest_of, program_facts
+from mesh_tensor.runtime.ranks.rank_backend import RankBackend
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
 from mesh_tensor.runtime.ranks.ranks import Ranks, named
 from mesh_tensor.runtime.ranks.tiling import Tiling, tilings_of
@@ -189,7 +190,7 @@ class RankKernel:
             exactly = partial(compiled.programs.exact, sizes) if sizes else None
             program = with_overlap_on(lambda: self.ranks.machine(), program, exactly)
         self.lane.doing = "making the kernel ready"
-        return RankLaunch(program, compiled.target, self.ranks, self._faults, poison=compiled.poison)
+        return RankLaunch(RankBackend(program, compiled.target, self.ranks, self._faults, poison=compiled.poison))
 
     def _check_dtensors(self, given: Mapping[str, Any], recorded: bool) -> _Checked:
         tensors = {name: value for name, value in given.items() if name in self._signature.tensors}

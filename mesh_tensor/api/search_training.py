@@ -24,9 +24,10 @@ from mesh_tensor.simulation.pipelines import tile_bytes
 from mesh_tensor.simulation.summary import in_bytes, in_seconds
 
 from .fragments import StageFragments
-from .model_pieces import ModelPieces, elements_of, shardings_of
+from .model_pieces import ModelPieces, elements_of
 from .pipeline import Pipeline, pipeline
 from .pipeline.weights import Rule
+from .planned_choice import planned_whole, shardings_of
 from .search_stages import uneven_choices
 
 Rank = Callable[[Estimate], tuple]
@@ -106,7 +107,7 @@ class TrainingPlans:
     def simulation(self, plan: Estimate | None = None) -> PipelineSimulation:
         """The best plan, or this one, simulated in full, without its optimizer's update."""
         chosen = plan or self.best
-        return self.pieces.whole(chosen.choice, chosen.layers, self.batch)[0]
+        return planned_whole(self.pieces, chosen.choice, chosen.layers, self.batch)[0]
 
     def rule(self, rule: Rule, plan: Estimate | None = None) -> Rule:
         """An optimizer's rule for `Pipeline.update` on a virtual topology as the plan has it: with ZeRO-1 every device
@@ -258,7 +259,7 @@ def in_full(plan: Estimate, pieces: ModelPieces, composer: Composer, batch: int)
     if plan.in_full:
         return plan
     choice = plan.choice
-    sim, stages = pieces.whole(choice, plan.layers, batch)
+    sim, stages = planned_whole(pieces, choice, plan.layers, batch)
     took, most = 0.0, 0
     for mesh, peak in enumerate(sim.peaks):
         mine = [here for here in stages if sim.schedule.mesh_of[here.stage.index] == mesh]

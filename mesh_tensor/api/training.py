@@ -21,15 +21,8 @@ from mesh_tensor.plan.recompute import AUTO, FULL, SELECTIVE
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, AnyOptimizer, Kept, training_function
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 
-from .training_import import (
-    ImportedLoss,
-    Parts,
-    check_gradients,
-    check_loss,
-    imported_loss,
-    microbatches_of,
-    microbatches_of_module,
-)
+from .training_checks import check_gradients, check_loss
+from .training_import import ImportedLoss, Parts, imported_loss, microbatches_of, microbatches_of_module
 from .training_optimizer import LossScale, Rule, any_optimizer
 
 Schedule = Callable[[int], float]

@@ -7,12 +7,13 @@ reached, not those of a data sheet: `sources` says where each comes from.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import ClassVar
 
 from .dtypes import is_float
-from .errors import did_you_mean, listing, refuse, shown
+from .errors import listing, refuse
+from .machine_checks import problems_of
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Machine:
             object.__setattr__(self, name, dict(getattr(self, name)))
         for name in ("memory", "links"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        problems = list(_problems(self))
+        problems = list(problems_of(self))
         if problems:
             refuse(problems, where=f"machine {self.name!r}", fix="rates and sizes are numbers above 0, times from 0 up")
 
@@ -277,64 +278,3 @@ class Machine:
 
 
 _PLAIN = Roofline()
-
-
-def _problems(machine: Machine) -> Iterable[str]:
-    """What can't be, of a machine's numbers."""
-    if not isinstance(machine.name, str) or not machine.name:
-        yield f"its name is {shown(machine.name)}"
-    if not machine.flops:
-        yield "no rate of operations (flops)"
-    if not machine.memory:
-        yield "no memory"
-    yield from _above_zero({f"flops of {dtype}": rate for dtype, rate in machine.flops.items()})
-    for number, level in enumerate(machine.memory):
-        yield from _above_zero({f"memory[{number}].size": level.size, f"memory[{number}].rate": level.rate})
-    yield from _growing("memory", [level.size for level in machine.memory])
-    for link in machine.links:
-        yield from _above_zero({f"rate of link {link.name}": link.rate})
-        yield from _from_zero({f"start of link {link.name}": link.start, f"hop of link {link.name}": link.hop})
-    yield from _growing("links", [math.inf if link.devices is None else link.devices for link in machine.links])
-    yield from _from_zero(
-        {"launch": machine.launch, "call": machine.call, "busy": machine.busy, "price": machine.price or 0.0}
-    )
-    yield from _from_zero({"turn": machine.turn, "start": machine.start, "action": machine.action})
-    if isinstance(machine.busy, (int, float)) and machine.busy > 1:
-        yield f"busy is {machine.busy}, a share"
-    counts = {"devices": machine.devices, "processors": machine.processors}
-    yield from _above_zero({name: count for name, count in counts.items() if count is not None})
-    for name, roofline in machine.classes.items():
-        yield from _above_zero({f"flops of class {name}": roofline.flops, f"memory of class {name}": roofline.memory})
-        yield from _from_zero({f"start of class {name}": roofline.start})
-    yield from _above_zero({f"tuning.{each.name}": getattr(machine.tuning, each.name) for each in fields(Tuning)})
-
-
-def _above_zero(numbers: Mapping[str, object]) -> Iterable[str]:
-    for name, number in numbers.items():
-        if not _is_number(number) or number <= 0:  # type: ignore[operator]
-            yield f"{name} is {shown(number)}"
-
-
-def _from_zero(numbers: Mapping[str, object]) -> Iterable[str]:
-    for name, number in numbers.items():
-        if not _is_number(number) or number < 0:  # type: ignore[operator]
-            yield f"{name} is {shown(number)}"
-
-
-def _is_number(number: object) -> bool:
-    return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
-
-
-def _growing(what: str, sizes: Sequence[float]) -> Iterable[str]:
-    if any(not isinstance(size, (int, float)) for size in sizes):
-        yield f"{what} without a size"
-    elif any(inner >= outer for inner, outer in zip(sizes, sizes[1:], strict=False)):
-        yield f"{what} are not in order: the nearest and smallest comes first"
-
-
-def unknown_names(given: Iterable[str], known: Iterable[str], what: str) -> Iterable[str]:
-    """What is wrong with names that nothing has."""
-    names = tuple(known)
-    for name in given:
-        if name not in names:
-            yield f"{what} has no {name!r}{did_you_mean(name, names)}"

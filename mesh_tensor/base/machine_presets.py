@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
 from .errors import did_you_mean, listing, refuse, shown
-from .machine import Link, Machine, Memory, Roofline, Tuning, unknown_names
+from .machine import Link, Machine, Memory, Roofline, Tuning
 
 _CONVERTED = ("float16", "float8", "float6", "float4")  # what processors compute in float32
 
@@ -183,7 +183,7 @@ def from_text(text: str) -> Machine:
         refuse(f"a machine's text is no JSON: {error}", where=shown(text), fix=_FIX)
     if not isinstance(given, dict):
         refuse(f"a machine's text is {shown(given)}, no object", fix=_FIX)
-    problems = list(unknown_names(given, [f.name for f in fields(Machine)], "a machine"))
+    problems = list(_unknown_names(given, [f.name for f in fields(Machine)], "a machine"))
     problems += [f"it has no {name}" for name in ("name", "flops", "memory") if name not in given]
     made = {name: _part(name, value, problems) for name, value in given.items()}
     if problems:
@@ -237,7 +237,7 @@ def _record(kind: type, value: Any, where: str, problems: list[str]) -> Any:
     """A record from an object with its fields; None, and a problem more, where that can't be."""
     given = _of_kind(dict, value, where, problems)
     known = [f.name for f in fields(kind)]
-    found = list(unknown_names(given, known, where))
+    found = list(_unknown_names(given, known, where))
     try:
         made = None if found else kind(**given)
     except TypeError:
@@ -245,6 +245,13 @@ def _record(kind: type, value: Any, where: str, problems: list[str]) -> Any:
         made = None
     problems += found
     return made
+
+
+def _unknown_names(given: Iterable[str], known: Sequence[str], what: str) -> Iterable[str]:
+    """What is wrong with names that nothing has."""
+    for name in given:
+        if name not in known:
+            yield f"{what} has no {name!r}{did_you_mean(name, known)}"
 
 
 def _of_kind(kind: type, value: Any, where: str, problems: list[str]) -> Any:

@@ -19,7 +19,7 @@ from tvm import tirx
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.statements import OWN_ATTR, body_statements
+from mesh_tensor.rules.kernel.statements import OWN_ATTR, Statement, body_statements, lowest_or
 from mesh_tensor.rules.kernel.states import LogSum, ScaledSum, State
 from mesh_tensor.tir.linear import Linear
 from mesh_tensor.tir.rewrite import fill, neutral_element, over_elements, sequence
@@ -74,6 +74,7 @@ class _Combiner:
         self.sums = [part for state in states for part in state.sums]
         self.logs = [part for state in states for part in state.logs]
         self.maxima = list(dict.fromkeys(part.of.held for part in self.sums))
+        self.stood_in = {part.of.held: part.of.stand_in for part in self.sums if part.of.stand_in is not None}
         self.scaled = [held for state in states for held in state.scaled]
         self.parts = [*self.maxima, *self.scaled]
         self.live = [r for r in analysis.coordinates.ranges.all if not r.is_param and is_live(r, at)]
@@ -96,7 +97,9 @@ class _Combiner:
         first, own = self._loop(again, whole, largest)
         second = self._combine(whole, largest, own)
         stmts = body_statements(analysis.kernel.root.body)
-        rest = [*again.values(), *(w.restore() for r, w in whole.items() if is_live(r, at)), *stmts[at:]]
+        restored = {r: w.restore() for r, w in whole.items() if is_live(r, at)}
+        found = [_stand_in(r.buffer, said) for r, said in self.stood_in.items() if r in restored]
+        rest = [*again.values(), *restored.values(), *found, *stmts[at:]]
         third = part_of(analysis, rest, [w for r, w in whole.items() if is_live(r, at)])
         third = without_lost_prints(third, analysis, at)
         return Combination(first, second, third, tuple(own.values()), (*whole.values(), *largest.values()))
@@ -111,8 +114,9 @@ class _Combiner:
         left = list(dict.fromkeys([*(w for r, w in whole.items() if r not in self.scaled), *largest.values()]))
         idle = {copy for r, copy in again.items() if not any(s.top < self.at for s, _ in r.reads)}
         before = body_statements(analysis.kernel.root.body)[: self.at]
-        stmts = [*(s for s in before if s not in idle), *(w.save() for w in (*left, *one))]
-        made = part_of(analysis, stmts, [*left, *one])
+        instead = {said: _like(held.buffer, "stand_in") for held, said in self.stood_in.items()}
+        stmts = [*(_apart(s, instead) for s in before if s not in idle), *(w.save() for w in (*left, *one))]
+        made = part_of(analysis, stmts, [*left, *one], list(instead.values()))
         largest_of_own = {part.held for part in self.logs} | {part.of.held for part in self.sums if part.of.of_block}
         names = {**analysis.kernel.own, **{w.buffer.name: "" for w in one}}
         names |= {w.buffer.name: "max" for held, w in largest.items() if held in largest_of_own}
@@ -139,10 +143,7 @@ class _Combiner:
 
     def _beside(self, live_range: LiveRange) -> tirx.Buffer:
         """Another buffer like that of a live range."""
-        buffer = live_range.buffer
-        made = tirx.decl_buffer(
-            buffer.shape, buffer.dtype, f"{buffer.name}_{len(self.allocated)}", scope=buffer.scope()
-        )
+        made = _like(live_range.buffer, str(len(self.allocated)))
         self.allocated.append(made)
         return made
 
@@ -187,6 +188,41 @@ class _Combiner:
             return tirx.BufferStore(held, value, at)
 
         return over_elements(total, store)
+
+
+def _like(buffer: tirx.Buffer, suffix: str) -> tirx.Buffer:
+    return tirx.decl_buffer(buffer.shape, buffer.dtype, f"{buffer.name}_{suffix}", scope=buffer.scope())
+
+
+def _stand_in(maximum: tirx.Buffer, said: Statement) -> tirx.Stmt:
+    """What says it for a block, for the maximum of all."""
+    found = lowest_or(said.values[0])
+    assert found is not None
+
+    def store(at: list[tirx.PrimExpr]) -> tirx.Stmt:
+        own = tirx.BufferLoad(maximum, at)
+        chosen = tirx.Select(own == neutral_element("max", own.dtype), tirx.const(found[1], own.dtype), own)
+        return tirx.BufferStore(maximum, chosen, at)
+
+    return over_elements(maximum, store)
+
+
+def _apart(stmt: tirx.Stmt, instead: Mapping[Statement, tirx.Buffer]) -> tirx.Stmt:
+    """The statement with what stands in for maxima in buffers of their own, where the rest of an iteration reads it:
+    the next one goes on from the maximum itself, as others do that have seen more."""
+    found: dict[tirx.Buffer, tirx.Buffer] = {}
+
+    def replace(node: tirx.BufferStore | tirx.BufferLoad) -> object:
+        if isinstance(node, tirx.BufferLoad):
+            own = found.get(node.buffer)
+            return None if own is None else tirx.BufferLoad(own, node.indices)
+        said = next((s for s in instead if s.node.same_as(node)), None)
+        if said is None:
+            return None
+        found[node.buffer] = instead[said]
+        return tirx.BufferStore(instead[said], node.value, node.indices)
+
+    return tirx.stmt_functor.ir_transform(stmt, replace, None, ["tirx.BufferStore", "tirx.BufferLoad"])
 
 
 def _expr(form: Linear, at: Sequence[tirx.PrimExpr]) -> tirx.PrimExpr:

@@ -15,7 +15,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.atoms import Atoms, made_plain, plain_sharding
 from mesh_tensor.plan.explicit import Cast, Change, ExplicitStep, Fill, Form, Run
 from mesh_tensor.rules.operator import LocalCall
-from mesh_tensor.rules.operator.call import OpCall, op_call, tensor_infos
+from mesh_tensor.rules.operator.call import OpCall, op_call, packed, tensor_infos
 from mesh_tensor.rules.operator.cost import count_flops
 
 
@@ -43,11 +43,6 @@ def check_tile(form: Form, info: relax.StructInfo, atoms: Atoms) -> None:
             why="the operator's sharding rule and the operator disagree",
             fix="report it as a bug of mesh_tensor; replicate the value meanwhile",
         )
-
-
-def packed(name: str, args: list[relax.Expr], info: relax.StructInfo) -> relax.Call:
-    """A call of a registered function that has no side effects."""
-    return relax.op.call_pure_packed(name, *args, sinfo_args=[info])
 
 
 def _run(step: Run, atoms: Atoms, tiles: Sequence[relax.Expr]) -> relax.Expr:

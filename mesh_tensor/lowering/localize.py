@@ -305,7 +305,7 @@ class _LoopExtents:
         for split in self._splits:
             reduction = self._analysis.reductions[split.factor]
             loops = [state.loop for state in reduction.states if state.takes_blocks]
-            loops += [] if reduction.scan is None else [reduction.scan.loop]
+            loops += [scan.loop for scan in reduction.scans]
             if any(loop.var.same_as(var) for loop in loops) and not split.even:
                 step = split.factor.roles[var]
                 extent = tirx.min(tirx.floordiv(split.valid + (step - 1), step), extent)

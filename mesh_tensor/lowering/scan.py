@@ -25,19 +25,17 @@ from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, bo
 from mesh_tensor.tir.backward_loops import MARK as BACKWARD
 from mesh_tensor.tir.backward_loops import is_backward
 from mesh_tensor.tir.effects import changes_nothing
-from mesh_tensor.tir.linear import vars_of
-from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import (
     constant,
     exchange_buffers,
     fill,
     loop_like,
     over_elements,
-    parallel_nest,
     sequence,
 )
 
 from .cut import Workspace, check_binds, is_live, make_workspace, part_of, with_leading_dim
+from .scan_scales import Scale, scale_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +67,7 @@ class _Resumer:
         self.device = tirx.Var("device", "int32")
         self.zero = tirx.IntImm("int32", 0)
         self.again = [part for part in scan.carried if self._is_used_inside()]
-        self.scales = {part: self._scale_of(part) for part in scan.carried if part.scaled}
+        self.scales = {part: scale_of(self.analysis, part) for part in scan.carried if part.scaled}
         self.multiplied: set[Statement] = set()  # statements whose scales are multiplied up
 
     def made(self) -> Resumption:
@@ -98,39 +96,11 @@ class _Resumer:
 
     # -- workspaces ----------------------------------------------------------------------------------------------------
 
-    def _workspaces(self, part: Carried, name: str, scale: _Scale | None = None) -> _Pair:
+    def _workspaces(self, part: Carried, name: str, scale: Scale | None = None) -> _Pair:
         made = make_workspace(part.held, self.analysis, f"{name}_{self.suffix}")
         if scale is not None:
             made = scale.of_workspace(made)
         return _Pair(with_leading_dim(made, 1, self.zero), with_leading_dim(made, self.devices, self.device))
-
-    def _scale_of(self, part: Carried) -> _Scale:
-        """The dims of a state in which what it is scaled with differs."""
-        held, kept = part.held.buffer, set[int]()
-        for statement, scale in part.scaled.items():
-            used = self._depends_on(scale, statement)
-            for dim, form in enumerate(statement.target.forms):
-                place = self.analysis.coordinates.of_access(statement.target, dim)
-                walked = {v for f in (form, place and place[1]) if f is not None for v in f.terms}
-                if walked & used:
-                    kept.add(dim)
-        dims = tuple(sorted(kept))
-        shape = [held.shape[d] for d in dims] or [tirx.IntImm("int32", 1)]
-        return _Scale(part, dims, tirx.decl_buffer(shape, held.dtype, f"{held.name}_scale", scope=held.scope()))
-
-    def _depends_on(self, scale: tirx.PrimExpr, statement: Statement) -> set[tirx.Var]:
-        """The loops on which what a statement scales with may depend, and how often it does, by way of what it loads,
-        too."""
-        often = [*statement.conditions, *statement.bounds]
-        used = vars_of([scale, *often], self.kernel.binds)
-        bound = {var for expr in (scale, *often) for var in tirx.analysis.undefined_vars(expr)} & set(self.kernel.binds)
-        if bound or any(nodes(tirx.Evaluate(expr), tirx.BufferLoad) for expr in often):
-            used |= {loop.var for loop in self.kernel.grid}
-        loaded = {load.buffer for load in nodes(tirx.Evaluate(scale), tirx.BufferLoad)}
-        for access in statement.reads:
-            if access.buffer in loaded:
-                used |= self.analysis.taints[self.ranges.of(access)]
-        return used
 
     # -- the three kernels ---------------------------------------------------------------------------------------------
 
@@ -296,38 +266,6 @@ class _Pair:
 
     one: Workspace
     all: Workspace
-
-
-@dataclass(frozen=True, eq=False)
-class _Scale:
-    """What a state is multiplied with, which differs in `dims` of it only."""
-
-    part: Carried
-    dims: tuple[int, ...]
-    buffer: tirx.Buffer
-
-    def load(self, at: Sequence[tirx.PrimExpr]) -> tirx.PrimExpr:
-        """That of the state's element at the indices."""
-        return tirx.BufferLoad(self.buffer, [at[d] for d in self.dims] or [tirx.IntImm("int32", 0)])
-
-    def multiplied(self, statement: Statement, by: tirx.PrimExpr) -> tirx.Stmt:
-        """What a statement multiplies the state with is multiplied up."""
-        at = [tirx.Var(f"i{d}", "int32") for d in self.dims]
-        indices = statement.target.indices
-        if not all(isinstance(indices[d], tirx.Var) for d in self.dims):
-            raise Blocked(f"{self.part.held.buffer.name} is scaled at places that are computed")
-        renamed = {indices[d]: var for d, var in zip(self.dims, at, strict=True)}
-        place = list(at) or [tirx.IntImm("int32", 0)]
-        value = tirx.BufferLoad(self.buffer, place) * tirx.stmt_functor.substitute(by, renamed)
-        return parallel_nest(
-            at, [self.buffer.shape[n] for n in range(len(at))], tirx.BufferStore(self.buffer, value, place)
-        )
-
-    def of_workspace(self, made: Workspace) -> Workspace:
-        """A workspace for it, like one for the state."""
-        more = len(made.buffer.shape) - len(self.part.held.buffer.shape)
-        kept = [*range(more), *(more + d for d in self.dims)]
-        return made.of_dims(kept, self.buffer)
 
 
 def _marked(loop: tirx.Stmt) -> tirx.For:

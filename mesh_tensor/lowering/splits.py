@@ -15,7 +15,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factors import Blocked, Factor, tile_extent, with_whole_tiles
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.tir.linear import Linear
-from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.nodes import is_const, nodes
 from mesh_tensor.tir.rewrite import reshaped
 
 
@@ -174,7 +174,7 @@ class Shrink:
                 new = tirx.min(old, new) if not _are_ints(old, new) else tirx.IntImm("int32", min(int(old), int(new)))
             self.extents[var] = new
             last_loop = position >= len(terms) - 2
-            if last_loop or not (isinstance(new, tirx.IntImm) and int(new) == 1):
+            if last_loop or not is_const(new, 1):
                 return
 
     def _shrink_params(self, layouts: Mapping[str, Sharding]) -> None:

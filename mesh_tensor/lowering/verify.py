@@ -1,7 +1,7 @@
 """What has to hold after each stage of the lowering. A violation is a bug of the compiler, never of its user.
 
-    local      verify_local     no access leaves its tile; no global extent bounds a loop over a split factor; plain TIR
-    explicit   verify_lowered   every layout change is a collective; partial values reach no use that needs whole ones
+    local      no access leaves its tile; no global extent bounds a loop over a split factor; plain TIR
+    explicit   every layout change is a collective; partial values reach no use that needs whole ones
 
 `verify_stages` has the stages before these, `mesh_tensor.program.verify` the Programs after them. With
 MESH_TENSOR_VERIFY=1 in the environment, every lowering checks itself.
@@ -25,7 +25,7 @@ from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import buffer_params
 from mesh_tensor.tir.bounds import accesses_outside
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.nodes import function_name, nodes
+from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.views import declared
 
 from .layouts import Collective, LocalKernel, Lowered, Tensor
@@ -47,16 +47,6 @@ def raise_on(problems: list[str], what: str) -> None:
         raise VerificationError("\n  ".join([f"{what} is not legal:", *problems]))
 
 
-def verify_local(kernel: LocalKernel, mesh: Mesh) -> None:
-    """Check one local kernel.
-
-    Raises:
-        VerificationError: lists what is wrong with it.
-    """
-    problems = local_problems(kernel.func, kernel.analysis, kernel.assignment, mesh, over_tiles=kernel.written_locally)
-    raise_on(problems, f"local kernel {function_name(kernel.func)}")
-
-
 def local_problems(
     func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment, mesh: Mesh, *, over_tiles: bool
 ) -> list[str]:
@@ -68,17 +58,6 @@ def local_problems(
     if not tirx.analysis.verify_well_formed(declared(func), assert_mode=False):
         problems.append("it is not well-formed: a variable is used but not defined, or defined twice")
     return problems
-
-
-def verify_lowered(lowered: Lowered) -> None:
-    """Check a lowered kernel: its local kernels, and how the layouts of their tensors chain.
-
-    Raises:
-        VerificationError: lists what is wrong with it.
-    """
-    for kernel in lowered.kernels:
-        verify_local(kernel, lowered.mesh)
-    raise_on(explicit_problems(lowered), f"lowered kernel {lowered.name}")
 
 
 def explicit_problems(lowered: Lowered) -> list[str]:

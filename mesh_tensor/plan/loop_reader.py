@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from tvm import relax
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.rules.operator.call import op_call
-from mesh_tensor.rules.operator.loops import loop_call
+from mesh_tensor.rules.operator.call import op_call, packed
 
 from .ir import GraphLoop, Scope, Scopes, Tree, Value, leaves, map_tree
 from .loops import Counter, Recursion, number_of, used_in
@@ -208,7 +207,7 @@ class LoopReader:
         if at.data is not None:
             return self._add(relax.op.take(table.variable(), at.data, axis=0), [table, at], scopes, name)
         info = relax.TensorStructInfo(table.type.shape[1:], table.type.dtype)
-        return self._add(loop_call("loop.row", [table.variable(), at.variable()], info), [table, at], scopes, name)
+        return self._add(packed("loop.row", [table.variable(), at.variable()], info), [table, at], scopes, name)
 
     def _ending(self, trees: Sequence[Tree]) -> Tree:
         """What the function gives when it doesn't call itself."""
@@ -228,7 +227,7 @@ class LoopReader:
 
     def _mark(self, mark: str, value: Value, scopes: Scopes, name: str, shape: tuple[int, ...] | None = None) -> Value:
         info = relax.TensorStructInfo(value.type.shape if shape is None else shape, value.type.dtype)
-        return self._add(loop_call(f"loop.{mark}", [value.variable()], info), [value], scopes, name)
+        return self._add(packed(f"loop.{mark}", [value.variable()], info), [value], scopes, name)
 
     def _add(self, expr: relax.Expr, inputs: list[Value], scopes: Scopes, name: str) -> Value:
         call = op_call(relax.BlockBuilder().normalize(expr))

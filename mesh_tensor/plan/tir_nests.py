@@ -17,7 +17,7 @@ from tvm.tirx.stmt_functor import ir_transform, substitute
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.kernel.statements import body_statements
 from mesh_tensor.tir.effects import written
-from mesh_tensor.tir.nodes import loads
+from mesh_tensor.tir.nodes import is_const, loads
 from mesh_tensor.tir.rewrite import exchange_buffers, sequence, with_indices
 
 _SPATIAL = 0  # the kind of a block's variable whose values may come in any order
@@ -52,7 +52,7 @@ def loaded(places: Iterable[tirx.PrimExpr | tirx.Stmt]) -> list[tirx.Buffer]:
 
 def is_count(low: tirx.PrimExpr, extent: tirx.PrimExpr) -> bool:
     """Whether a loop takes a known number of values from 0 on."""
-    return isinstance(low, tirx.IntImm) and int(low) == 0 and isinstance(extent, tirx.IntImm)
+    return is_const(low, 0) and isinstance(extent, tirx.IntImm)
 
 
 @dataclass(frozen=True)

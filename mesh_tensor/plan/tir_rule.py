@@ -192,7 +192,7 @@ def _partial_ops(param: str, factors: Collection[Factor], analysis: Analysis) ->
 def _inner(factor: Factor, analysis: Analysis, sizes: Sizes) -> Iterator[InnerReduction]:
     """What is completed inside the kernel after the factor was split."""
     reduction = analysis.reductions[factor]
-    for part in () if reduction.scan is None else reduction.scan.carried:
+    for part in (part for scan in reduction.scans for part in scan.carried):
         yield _inner_value(factor, "scan", part.held, analysis, sizes, ends=False)
     if reduction.cut is None:
         return

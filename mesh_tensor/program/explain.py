@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mesh_tensor.base.decisions import Decisions, columns
-from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.aten import name_of
 
+from .loop_step import LoopStep
 from .program import Parameter, Program
-from .steps import CollectiveStep, KernelStep, LoopStep, OpStep, Step, WaitStep, of_kinds
+from .steps import CollectiveStep, KernelStep, OpStep, Step, WaitStep, of_kinds
 from .verify import peak_bytes
 
 _MOST_NAMES = 8
@@ -73,7 +74,7 @@ def _steps(program: Program) -> list[tuple[str, ...]]:
 
     def op(step: OpStep) -> tuple[str, ...]:
         by = "torch" if step.kernel is None else f"kernel {step.kernel.attrs['global_symbol']} for"
-        words = f"{by} {operator_name(step.call)}"
+        words = f"{by} {name_of(step.call)}"
         return (words, _names(step.reads), _names(step.writes), "", "", f"{step.flops:,}", "")
 
     def collective(step: CollectiveStep) -> tuple[str, ...]:

@@ -16,8 +16,9 @@ from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
 from mesh_tensor.plan.fewer_layers import FewerLayers
 
 from .family import Family, family_of, way
+from .loop_step import LoopStep
 from .plan_module import ModulePlan
-from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, WaitStep
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
 
 Sizes = tuple[int, ...]
 

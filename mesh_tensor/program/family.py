@@ -16,9 +16,10 @@ from mesh_tensor.plan.index_checks import IndexCheck
 from mesh_tensor.rules.operator.call import Structure
 
 from .from_graph import ModuleProgram, names_in
+from .loop_step import LoopStep
 from .plan_module import ModulePlan, Port, Stages
 from .program import Program, ProgramValue
-from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step, WaitStep
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
 
 T = TypeVar("T")
 

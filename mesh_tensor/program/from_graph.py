@@ -18,10 +18,10 @@ from mesh_tensor.rules.operator.index import LOOK_UPS
 
 from .buckets import bucketed
 from .builder import collective_step, with_lifetimes
+from .from_loops import Loops, carried_forms
 from .fuse import fused
 from .in_place import with_updates_in_place
 from .kernel_steps import KernelSteps
-from .loop_steps import Loops, carried_forms
 from .module_decisions import module_decisions
 from .overlap import early_starts, with_overlap
 from .program import Parameter, Program, ProgramValue
@@ -74,18 +74,14 @@ def to_program(
     overlap: str | int = "auto",
     *,
     check_indices: bool = True,
-    fuse: bool = True,
 ) -> ModuleProgram:
     """The steps of every device, as a Program over values whose shapes are those of their atoms. Operators run as
-    `kernels` where there is one; `overlap` says what runs beside what; `fuse`: operators that torch has as one are."""
-    return _Programmer(explicit, calls, kernels, check_indices, fuse).made(overlap)
+    `kernels` where there is one; `overlap` says what runs beside what."""
+    return _Programmer(explicit, calls, kernels, check_indices).made(overlap)
 
 
 class _Programmer:
-    def __init__(
-        self, explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels, check_indices: bool, fuse: bool
-    ) -> None:
-        self._fuse = fuse
+    def __init__(self, explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels, check_indices: bool) -> None:
         self._calls, self._kernels, self._check_indices = calls, kernels, check_indices
         self._explicit, self._atoms = explicit, explicit.atoms
         self._values: dict[str, ProgramValue] = {}
@@ -140,9 +136,8 @@ class _Programmer:
     ) -> tuple[Step, ...]:
         """The steps with operators taken together, collectives that start early, and memory that comes and goes.
         `state`: parameters, with the results that replace them, which may be in their memory."""
-        if self._fuse:
-            lasting = {name for p in parameters for name in (p.input, p.output) if name is not None}
-            steps = fused(steps, self._values, lasting)
+        lasting = {name for p in parameters for name in (p.input, p.output) if name is not None}
+        steps = fused(steps, self._values, lasting)
         ordered = early_starts(steps, self._values) if self._overlap == "auto" else steps
         ordered, stored = with_updates_in_place(ordered, self._values, state or {})
         self._values |= stored

@@ -15,14 +15,13 @@ from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.lowering.local_calls import packed
 from mesh_tensor.lowering.pipeline import lower_kernel
 from mesh_tensor.plan.atoms import Atoms, plain_sharding
 from mesh_tensor.plan.explicit import Form, Run
 from mesh_tensor.plan.tir_atoms import plain_dims, taken_apart
 from mesh_tensor.plan.tir_rule import analysed
 from mesh_tensor.rules.kernel.factor_derivation import Dim
-from mesh_tensor.rules.operator.call import op_call
+from mesh_tensor.rules.operator.call import op_call, packed
 
 from .from_kernel import build_program
 from .program import Program, ProgramValue

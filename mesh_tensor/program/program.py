@@ -18,7 +18,8 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.redistribution.plan import elements_received
 
-from .steps import CollectiveStep, KernelStep, LoopStep, Meanings, OpStep, Step, only
+from .loop_step import LoopStep
+from .steps import CollectiveStep, KernelStep, Meanings, OpStep, Step, only
 
 T = TypeVar("T")
 

@@ -15,13 +15,13 @@ from tvm import ir, relax, tirx
 from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.lowering.local_calls import packed
 from mesh_tensor.plan.ir import Scope
-from mesh_tensor.rules.operator.call import plain
+from mesh_tensor.rules.operator.call import packed, plain
 
 from .from_graph import ModuleProgram, Piece, names_in
+from .loop_step import LoopStep
 from .program import ProgramValue
-from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, WaitStep
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
 
 Numbered = list[tuple[int, Piece]]
 

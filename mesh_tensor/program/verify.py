@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from mesh_tensor.lowering.verify import collectives_in, enabled, leftovers, raise_on
 from mesh_tensor.redistribution.plan import Move, illegal_move
 
+from .loop_step import LoopStep
 from .program import Program, ProgramValue
-from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step
+from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step
 
 
 def verify_program(program: Program) -> None:

@@ -3,14 +3,15 @@ handed on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program
-from mesh_tensor.program.steps import LoopStep
+from mesh_tensor.targets.tile_memory import memory_of
 
 from .backend import Backend, Memory
 from .elementwise import clone
@@ -58,7 +59,7 @@ class LoopAction:
             for column, (row, _) in zip(rows, step.stacked, strict=True):
                 column.append(made[row])
             done += 1
-        taken = _memories(tile for local in given.values() for tile in self._tiles.tiles(local))
+        taken = {memory_of(tile) for local in given.values() for tile in self._tiles.tiles(local)}
         for each in step.carried:
             self._hold(memory, each.last, self._apart(state[each.now], taken))
         for column, (_, name) in zip(rows, step.stacked, strict=True):
@@ -71,8 +72,8 @@ class LoopAction:
 
     def _apart(self, local: Local, taken: set[int]) -> Local:
         """The tiles in memory that nothing else has."""
-        made = [clone(tile) if _memory(tile) in taken else tile for tile in self._tiles.tiles(local)]
-        taken.update(map(_memory, made))
+        made = [clone(tile) if memory_of(tile) in taken else tile for tile in self._tiles.tiles(local)]
+        taken.update(map(memory_of, made))
         return self._tiles.local(made)
 
     def _stacked(self, column: Sequence[Local], shape: tuple[int, ...]) -> Local:
@@ -110,11 +111,3 @@ class _Part:
 
 def _cloned(local: Local) -> Local:
     return clone(local) if isinstance(local, torch.Tensor) else [clone(tile) for tile in local]
-
-
-def _memory(tile: torch.Tensor) -> int:
-    return tile.untyped_storage().data_ptr()
-
-
-def _memories(tiles: Iterable[torch.Tensor]) -> set[int]:
-    return {_memory(tile) for tile in tiles}

@@ -12,6 +12,7 @@ from types import FrameType
 import torch
 
 from mesh_tensor.program.in_place import Overwritten
+from mesh_tensor.targets.tile_memory import memory_of
 
 from .elementwise import not_finite, within
 
@@ -68,7 +69,7 @@ def may_overwrite(overwritten: Overwritten, others: Iterable[str], parts: Parts,
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
+    return memory_of(tensor) if tensor.numel() else id(tensor)
 
 
 def copied(storages: Iterable[str], held: Mapping[str, object]) -> dict[str, object]:

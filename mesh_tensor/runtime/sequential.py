@@ -14,10 +14,11 @@ from tvm import ir, relax
 from mesh_tensor.annotations.names import check_module, flat_arguments, with_flat_parameters
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.base.recent import Recent
+from mesh_tensor.targets.tile_memory import memory_of
 
 from .ambient import full_precision, undisturbed, why_not_plain
 from .module_inputs import ModuleSignature
-from .sequential_lines import Recorded, Recorder, memory_of
+from .sequential_lines import Recorded, Recorder
 from .sequential_runner import NOT_TORCH, RelaxValue, Runner, as_tensor
 
 _FAILS = (MeshTensorError, *NOT_TORCH)

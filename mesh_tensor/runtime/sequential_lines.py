@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mesh_tensor.targets.straight_line import Line, StraightLine, TileCall
+from mesh_tensor.targets.tile_memory import memory_of
 
 
 class Recorder:
@@ -102,11 +103,6 @@ class Recorded:
         if isinstance(tree, tuple):
             return tuple([self._of(item, held) for item in tree])
         return held[tree.name] if isinstance(tree, _Name) else tree
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """What tells memory from other memory."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

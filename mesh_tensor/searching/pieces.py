@@ -31,7 +31,7 @@ class Piece:
     inputs     seconds of the part of the backward that gives gradients of what it takes, and `own` of its weights: 0
                where no schedule runs them apart; `halfway`: what the first one leaves for the second
 
-    weights    of its weights, of which there are `tensors`, with so many `elements`; ZeRO-3 splits `matrices` of them
+    weights    of its weights, of which there are `tensors`, with so many `elements`
     kept       what its forward leaves for its backward, and `taken`: what it takes of others or of the batch;
                `received`: what it takes of others, every element from one device
     working    the most that is there beside weights and what is kept
@@ -42,7 +42,6 @@ class Piece:
     weights: int
     elements: int
     tensors: int
-    matrices: int
     kept: int
     taken: int
     received: int

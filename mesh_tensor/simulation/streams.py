@@ -22,8 +22,9 @@ from typing import NamedTuple
 from mesh_tensor.base.collectives import collective_time, reach
 from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine, Work
+from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, WaitStep
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
 from mesh_tensor.rules.kernel.cost import has_products
 from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.cost import operator_work, touched_bytes

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from tvm import arith, ir, tirx
 
 from .effects import op_name
-from .nodes import loads
+from .nodes import is_const, loads
 
 _STRENGTHS = (arith.ProofStrength.DEFAULT, arith.ProofStrength.SYMBOLIC_BOUND)
 
@@ -103,7 +103,7 @@ def _if_any(extent: tirx.PrimExpr) -> tirx.PrimExpr:
     """How often a loop runs that runs at all: of `max(n, 0)`, n."""
     if isinstance(extent, tirx.Max):
         for some, zero in ((extent.a, extent.b), (extent.b, extent.a)):
-            if isinstance(zero, tirx.IntImm) and int(zero) == 0:
+            if is_const(zero, 0):
                 return some
     return extent
 

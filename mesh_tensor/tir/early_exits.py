@@ -10,7 +10,7 @@ from tvm import tirx
 
 from .effects import LEAVES_ITERATION, LEAVES_KERNEL, op_name
 from .nodes import nodes
-from .rewrite import loop_like, sequence, with_body
+from .rewrite import loop_like, sequence, statements, with_body
 
 _NONE = frozenset[str]()
 
@@ -61,7 +61,7 @@ def _before_exit(stmt: tirx.Stmt, exits: frozenset[str]) -> list[tirx.Stmt] | No
     """What a condition's branch does before it leaves; None if the statement is no such condition."""
     if not isinstance(stmt, tirx.IfThenElse) or stmt.else_case is not None:
         return None
-    branch = list(stmt.then_case.seq) if isinstance(stmt.then_case, tirx.SeqStmt) else [stmt.then_case]
+    branch = statements(stmt.then_case)
     last = branch[-1]
     leaves = isinstance(last, tirx.Evaluate) and op_name(last.value) in exits
     return [_visit(inner, _NONE) for inner in branch[:-1]] if leaves else None

@@ -10,7 +10,7 @@ from tvm import tirx
 
 from .effects import op_name
 from .linear import loop_ranges, loops_in
-from .nodes import nodes
+from .nodes import is_const, nodes
 from .rewrite import call_like
 
 #: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding.
@@ -48,8 +48,7 @@ def _loops(body: tirx.Stmt, within: bool) -> list[tirx.For]:
 
 
 def _only_counts(loop: tirx.For) -> bool:
-    from_zero = isinstance(loop.min, tirx.IntImm) and int(loop.min) == 0
-    return from_zero and not loop.annotations and loop.step is None
+    return is_const(loop.min, 0) and not loop.annotations and loop.step is None
 
 
 def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool, within: bool) -> tirx.Stmt | None:

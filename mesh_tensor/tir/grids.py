@@ -11,6 +11,7 @@ from tvm import tirx
 from mesh_tensor.base.errors import refuse
 
 from .nodes import function_name, nodes
+from .rewrite import sequence, statements
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,7 @@ def grids_of(func: tirx.PrimFunc) -> Grids:
         MeshTensorError: something else stands between the kernels.
     """
     root = func.body.block if isinstance(func.body, tirx.SBlockRealize) else None
-    stmts = _flat(func.body if root is None else root.body)
+    stmts = statements(func.body if root is None else root.body)
     kernels = [stmt for stmt in stmts if _has_kernel(stmt)]
     if len(kernels) < 2:
         return Grids((func,))
@@ -58,7 +59,7 @@ def grids_of(func: tirx.PrimFunc) -> Grids:
 
 def _alone(func: tirx.PrimFunc, stmts: Sequence[tirx.Stmt], own: dict[tirx.Buffer, tirx.Var]) -> tirx.PrimFunc:
     """A kernel of the function, with the parameters that it uses, or of which it uses the size."""
-    body = stmts[0] if len(stmts) == 1 else tirx.SeqStmt(list(stmts))
+    body = sequence(stmts)
     if isinstance(func.body, tirx.SBlockRealize):
         block = func.body.block
         allocs = [buffer for buffer in block.alloc_buffers if buffer not in own]
@@ -74,12 +75,6 @@ def _alone(func: tirx.PrimFunc, stmts: Sequence[tirx.Stmt], own: dict[tirx.Buffe
             kept[param] = buffer
     params = [p for p in (*func.params, *own.values()) if p in kept or (p in func.params and p not in func.buffer_map)]
     return tirx.PrimFunc(params, body, func.ret_type, {p: kept[p] for p in params if p in kept}, func.attrs)
-
-
-def _flat(stmt: tirx.Stmt) -> list[tirx.Stmt]:
-    if isinstance(stmt, tirx.SeqStmt):
-        return [inner for child in stmt.seq for inner in _flat(child)]
-    return [stmt]
 
 
 def _has_kernel(stmt: tirx.Stmt) -> bool:

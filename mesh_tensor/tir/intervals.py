@@ -13,8 +13,8 @@ from tvm import arith, tirx
 
 from .effects import leaves_kernel, leaves_loop
 from .linear import holds_always
-from .nodes import nodes
-from .rewrite import sequence
+from .nodes import is_const, nodes
+from .rewrite import sequence, statements
 
 #: Marks the two loops that `with_intervals` made.
 MARK = "mesh_tensor.interval"
@@ -42,7 +42,7 @@ def _apart(loop: tirx.For) -> tirx.Stmt | None:
     is_plain = loop.kind == tirx.ForKind.SERIAL and loop.thread_binding is None and loop.step is None
     if not is_plain or MARK in loop.annotations or not isinstance(loop.body, tirx.SeqStmt):
         return None
-    if not isinstance(loop.extent, tirx.IntImm) or not isinstance(loop.min, tirx.IntImm) or int(loop.min) != 0:
+    if not isinstance(loop.extent, tirx.IntImm) or not is_const(loop.min, 0):
         return None
     stmts = list(loop.body.seq)
     for length in _lengths(loop, (stmts[0], stmts[-1])):
@@ -104,7 +104,7 @@ def _joined(loop: tirx.For) -> tirx.Stmt | None:
     """One loop for two that are still what they were made, seen from the outer one."""
     if loop.annotations.get(MARK) != "outer":
         return None
-    stmts = list(loop.body.seq) if isinstance(loop.body, tirx.SeqStmt) else [loop.body]
+    stmts = statements(loop.body)
     at = next((i for i, stmt in enumerate(stmts) if isinstance(stmt, tirx.For) and MARK in stmt.annotations), None)
     if at is None or any(isinstance(stmt, tirx.Bind) for stmt in stmts) or not _is_whole(loop, stmts[at]):
         return None
@@ -133,8 +133,7 @@ def _with_whole_places(body: tirx.Stmt, var: tirx.Var) -> tirx.Stmt:
 
 def _is_whole(outer: tirx.For, inner: tirx.For) -> bool:
     """Whether both start at 0, and every interval is as long as the others."""
-    starts = all(isinstance(loop.min, tirx.IntImm) and int(loop.min) == 0 for loop in (outer, inner))
-    return starts and isinstance(inner.extent, tirx.IntImm)
+    return is_const(outer.min, 0) and is_const(inner.min, 0) and isinstance(inner.extent, tirx.IntImm)
 
 
 def _unmarked(loop: tirx.For) -> tirx.Stmt | None:

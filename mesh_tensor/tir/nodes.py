@@ -1,22 +1,27 @@
 """Which nodes are in a statement or an expression (a statement is walked once, however many passes ask), whether two
-expressions are the same, and what a function is called."""
+expressions are the same, or one is a number, and what a function is called."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 from tvm import ir, tirx
 
+#: `issubclass`, kept: what TVM's classes have in its place takes as long as a visit to the node.
+_is_one_of = cast(Callable[[type, tuple[type, ...]], bool], cache(issubclass))
+_STATEMENTS, _EXPRESSIONS = (tirx.Stmt,), (tirx.PrimExpr,)
+_LEAVES = (tirx.Var, tirx.IntImm, tirx.FloatImm)
 _RECENT = 64  # statements whose nodes are kept: those that one kernel's passes ask for
 
 
 def nodes(where: tirx.Stmt | tirx.PrimExpr | int, *kinds: type) -> list[Any]:
     """The nodes of these kinds in a statement or an expression, those inside of others first; a number has none."""
-    if not isinstance(where, tirx.Stmt):
-        return _in_expression(where, kinds) if isinstance(where, tirx.PrimExpr) else []
-    found = [nodes for kind, nodes in _by_kind(where).items() if issubclass(kind, kinds)]
+    if not _is_one_of(type(where), _STATEMENTS):
+        return _in_expression(where, kinds) if _is_one_of(type(where), _EXPRESSIONS) else []
+    found = [nodes for kind, nodes in _by_kind(where).items() if _is_one_of(kind, kinds)]
     if len(found) == 1:
         return [node for _, node in found[0]]
     return [node for _, node in sorted((entry for entries in found for entry in entries), key=itemgetter(0))]
@@ -28,9 +33,9 @@ def loads(where: tirx.Stmt | tirx.PrimExpr | int) -> list[tirx.BufferLoad]:
 
 
 def _in_expression(expr: tirx.PrimExpr, kinds: tuple[type, ...]) -> list[Any]:
-    if isinstance(expr, (tirx.Var, tirx.IntImm, tirx.FloatImm)):
-        return [expr] if isinstance(expr, kinds) else []
-    return [node for node in _all_nodes(expr) if isinstance(node, kinds)]
+    if _is_one_of(type(expr), _LEAVES):
+        return [expr] if _is_one_of(type(expr), kinds) else []
+    return [node for node in _all_nodes(expr) if _is_one_of(type(node), kinds)]
 
 
 def _all_nodes(where: tirx.Stmt | tirx.PrimExpr) -> list[Any]:
@@ -46,6 +51,11 @@ def _by_kind(stmt: tirx.Stmt) -> dict[type, list[tuple[int, Any]]]:
     for entry in enumerate(_all_nodes(stmt)):
         found.setdefault(type(entry[1]), []).append(entry)
     return found
+
+
+def is_const(expr: object, value: int) -> bool:
+    """Whether an expression is this whole number."""
+    return isinstance(expr, tirx.IntImm) and int(expr) == value
 
 
 def function_name(func: Any) -> str:

@@ -72,6 +72,13 @@ def sequence(stmts: Sequence[tirx.Stmt]) -> tirx.Stmt:
     return stmts[0] if len(stmts) == 1 else tirx.SeqStmt(list(stmts))
 
 
+def statements(stmt: tirx.Stmt) -> list[tirx.Stmt]:
+    """The statements of a sequence, nested sequences flattened."""
+    if not isinstance(stmt, tirx.SeqStmt):
+        return [stmt]
+    return [part for child in stmt.seq for part in statements(child)]
+
+
 def guarded(stmt: tirx.Stmt, conditions: Sequence[tirx.PrimExpr], otherwise: tirx.Stmt | None = None) -> tirx.Stmt:
     """The statement where all conditions hold, the last one asked first."""
     for condition in conditions:

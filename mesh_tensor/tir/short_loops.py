@@ -16,7 +16,7 @@ from tvm import arith, tirx
 
 from .effects import leaves_loop
 from .linear import loop_ranges, loops_in
-from .nodes import nodes
+from .nodes import is_const, nodes
 
 #: Marks a loop that `lengthen` made.
 MARK = "mesh_tensor.short"
@@ -164,6 +164,6 @@ def _solved(var: tirx.Var, condition: tirx.PrimExpr, analyzer: arith.Analyzer) -
         return None
     side, place = condition.a, condition.b
     step = analyzer.simplify(tirx.stmt_functor.substitute(side, {var: var + 1}) - side)
-    if not (isinstance(step, tirx.IntImm) and int(step) == 1) or var in tirx.analysis.undefined_vars(place):
+    if not is_const(step, 1) or var in tirx.analysis.undefined_vars(place):
         return None
     return analyzer.simplify(place - tirx.stmt_functor.substitute(side, {var: tirx.IntImm(var.dtype, 0)}))

@@ -16,6 +16,7 @@ from tvm import tirx
 from mesh_tensor.base.errors import refuse
 
 from .effects import op_name
+from .nodes import is_const
 
 _ELEMENT_ATOMICS = {
     "tl.atomic_add_elem_op": "sum",
@@ -48,7 +49,7 @@ class Region:
     @property
     def long_dims(self) -> tuple[int, ...]:
         """The dims whose extent is not the constant 1: the ones that tile operations pair up in order."""
-        return tuple(d for d, extent in enumerate(self.extents) if not _is_one(extent))
+        return tuple(d for d, extent in enumerate(self.extents) if not is_const(extent, 1))
 
 
 def deeper(src: Region, dst: Region) -> Region:
@@ -195,7 +196,7 @@ class Reduce(_OfOneSource):
             place = {d: d for d in kept}
         elif len(self.dst.extents) == len(kept):
             place = {d: position for position, d in enumerate(kept)}
-        elif all(_is_one(extents[d]) for d in kept):
+        elif all(is_const(extents[d], 1) for d in kept):
             place = {}
         else:
             raise Unmatched(f"T.reduce of {self.src.buffer.name} into {self.dst.buffer.name}")
@@ -349,7 +350,3 @@ def _flag(arg: object) -> bool:
 
 def _text(arg: object) -> str:
     return arg.value if isinstance(arg, tirx.StringImm) else str(arg)
-
-
-def _is_one(extent: object) -> bool:
-    return isinstance(extent, tirx.IntImm) and extent.value == 1

@@ -12,10 +12,9 @@ from mesh_tensor.api import probes
 
 
 def test_chains_tell_steps_from_calls():
-    step, call = probes.step_time(probes.PROBES[0], 16)
-    large, _ = probes.step_time(probes.PROBES[0], 512)
-    assert 0 < step < large < 1
-    assert 0 < call < 0.1
+    small, large = (probes.Chain(probes.PROBES[0], side, "float32").run() for side in (16, 512))
+    assert 0 < small.step < large.step < 1
+    assert 0 < small.call < 0.1
 
 
 @pytest.fixture(scope="module")

@@ -300,3 +300,59 @@ def skipping_in_torch(a, g, which):
                 state = state * (-0.5) - block.sum()
         states.append(state)
     return torch.stack(states)
+
+
+def both_ways(steps, width, second="apart", *, block=4):
+    """`F[t]` is added to sums of `X[s]`, `s <= t`, that fade; `B[t]` is set to such of `X[s]`, `s >= t`. `second`: what
+    the loop from the end knows of the other."""
+
+    @T.prim_func
+    def both_ways_kernel(
+        X: T.Tensor((steps, width), "float32"),
+        F: T.Tensor((steps, width), "float32"),
+        B: T.Tensor((steps, width), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(width, block), threads=32) as bx:
+            x = T.alloc_fragment((block,), "float32")
+            before = T.alloc_fragment((block,), "float32")
+            after = T.alloc_fragment((block,), "float32")
+            T.clear(before)
+            T.clear(after)
+            for step in T.serial(steps):
+                T.copy(X[step, bx * block], x)
+                for i in T.Parallel(block):
+                    before[i] = before[i] * 0.5 + x[i]
+                if second == "adds to the next":
+                    T.atomic_add(F[(step + 1) % steps, bx * block], before)
+                else:
+                    T.atomic_add(F[step, bx * block], before)
+            if second == "starts where the first ends":
+                T.copy(before, after)
+            for step in T.serial(steps):
+                T.copy((F if second == "reads the results" else X)[steps - 1 - step, bx * block], x)
+                for i in T.Parallel(block):
+                    if second == "goes on":
+                        before[i] = before[i] * 0.75 + x[i]
+                        after[i] = before[i]
+                    elif second == "reads the state":
+                        after[i] = after[i] * 0.75 + x[i] * before[i]
+                    else:
+                        after[i] = after[i] * 0.75 + x[i]
+                T.copy(after, B[steps - 1 - step, bx * block])
+
+    return both_ways_kernel
+
+
+def both_ways_in_torch(x, f, second="apart"):
+    """What it leaves in F and B."""
+    steps, f, back = len(x), f.clone(), torch.empty_like(x)
+    before, after = torch.zeros_like(x[0]), torch.zeros_like(x[0])
+    for t in range(steps):
+        before = before * 0.5 + x[t]
+        f[(t + 1) % steps if second == "adds to the next" else t] += before
+    after = before if second in ("starts where the first ends", "goes on") else after
+    read = f if second == "reads the results" else x
+    for t in reversed(range(steps)):
+        after = after * 0.75 + read[t] * (before if second == "reads the state" else 1.0)
+        back[t] = after
+    return f, back

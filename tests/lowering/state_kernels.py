@@ -19,17 +19,26 @@ def online(
     base="exp2",
     masked=0,
     guarded=False,
+    guard=None,
     block=8,
     row_block=4,
 ):
     """`Out = softmax(X) @ V`, `L = logsumexp(X)` by rows, in one pass over blocks of columns.
 
     `masked`: the first columns of the first half of the rows don't count; `guarded`: what doesn't is left out of sums.
-    `wrong`: what is not as it should be."""
+    `guard`: while nothing counts, 0 stands in for the maximum that is carried, for a copy of it, or for powers that
+    it takes down. `wrong`: what is not as it should be."""
     lowest = LOWEST[start]
 
     def power(x):
         return T.exp2(x * SCALE) if base == "exp2" else T.exp(x)
+
+    def asked(before, now):
+        return before if wrong == "guarded by what came before" else now
+
+    def weight(x, largest, of):
+        made = power(x - largest)
+        return T.if_then_else(of == lowest, 0.0, made) if guard == "powers" else made
 
     @T.prim_func
     def online_kernel(
@@ -42,7 +51,9 @@ def online(
             x = T.alloc_fragment((row_block, block), "float32")
             v = T.alloc_shared((block, width), "float32")
             acc = T.alloc_fragment((row_block, width), "float32")
+            y = T.alloc_fragment((row_block, block), "float32")
             m = T.alloc_fragment((row_block,), "float32")
+            safe = T.alloc_fragment((row_block,), "float32")
             before = T.alloc_fragment((row_block,), "float32")
             rescale = T.alloc_fragment((row_block,), "float32")
             total = T.alloc_fragment((row_block,), "float32")
@@ -53,6 +64,8 @@ def online(
             for ko in T.serial(T.ceildiv(columns, block)):
                 T.copy(X[bx * row_block, ko * block], x)
                 T.copy(V[ko * block, 0], v)
+                if wrong == "powers of another":
+                    T.copy(x, y)
                 for i, j in T.Parallel(row_block, block):
                     x[i, j] = T.if_then_else(
                         ko * block + j < columns and not (bx * row_block + i < rows // 2 and ko * block + j < masked),
@@ -64,6 +77,12 @@ def online(
                 if wrong == "maximum of two times":
                     for i in T.Parallel(row_block):
                         m[i] = T.max(m[i], 2.0 * before[i])
+                if guard == "carried":
+                    for i in T.Parallel(row_block):
+                        m[i] = T.if_then_else(asked(before[i], m[i]) == lowest, 0.0, m[i])
+                elif guard == "copied":
+                    for i in T.Parallel(row_block):
+                        safe[i] = T.if_then_else(asked(before[i], m[i]) != lowest, m[i], 0.0)
                 for i in T.Parallel(row_block):
                     if wrong == "no rescale":
                         rescale[i] = 1.0
@@ -74,7 +93,7 @@ def online(
                     elif wrong == "another row":
                         rescale[i] = power(before[(i + 1) % row_block] - m[(i + 1) % row_block])
                     else:
-                        rescale[i] = power(before[i] - m[i])
+                        rescale[i] = weight(before[i], safe[i] if guard == "copied" else m[i], before[i])
                 for i, j in T.Parallel(row_block, block):
                     if wrong == "left out by what came before":
                         x[i, j] = T.if_then_else(m[i] > 1.0, power(x[i, j] - m[i]), 0.0)
@@ -82,8 +101,14 @@ def online(
                         x[i, j] = T.if_then_else((ko * block + j) % 3 > 0, power(x[i, j] - m[i]), 1.0)
                     elif guarded:
                         x[i, j] = T.if_then_else(x[i, j] > -100.0, power(x[i, j] - m[i]), 0.0)
+                    elif wrong == "the maximum of before":
+                        x[i, j] = power(x[i, j] - before[i])
                     else:
-                        x[i, j] = power(x[i, j] - (before[i] if wrong == "the maximum of before" else m[i]))
+                        x[i, j] = weight(
+                            y[i, j] if wrong == "powers of another" else x[i, j],
+                            safe[i] if guard == "copied" else m[i],
+                            asked(before[i], m[i]),
+                        )
                 T.reduce_sum(x, part, dim=1)
                 for i in T.Parallel(row_block):
                     if wrong == "squares of blocks":
@@ -109,10 +134,12 @@ def online(
                     T.copy(total, L[bx * row_block])
                 if wrong == "weights are stored":
                     T.copy(part, L[bx * row_block])
+            if wrong == "the stand-in is stored":
+                T.copy(m, L[bx * row_block])
             for i, j in T.Parallel(row_block, width):
                 acc[i, j] = acc[i, j] / total[i]
             T.copy(acc, Out[bx * row_block, 0])
-            if wrong not in ("state is stored", "weights are stored"):
+            if wrong not in ("state is stored", "weights are stored", "the stand-in is stored"):
                 for i in T.Parallel(row_block):
                     part[i] = m[i] + T.log(total[i])
                 T.copy(part, L[bx * row_block])
@@ -138,6 +165,7 @@ WRONG = (
     "weights are stored",
     "left out by what came before",
     "counts where it is left out",
+    "powers of another",
 )
 
 

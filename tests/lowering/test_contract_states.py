@@ -114,6 +114,48 @@ def test_what_only_looks_like_a_state_stays_whole(wrong):
     close(kernel(x, v), alone(func, x, v))
 
 
+def rows_with_nothing(size):
+    """Of which whole tiles, or all of them, hold nothing that counts."""
+    x = torch.randn(8, size) * 3
+    for row, (first, last) in enumerate([(0, 9), (size // 2, size), (size // 4, size // 2), (0, size), (0, size - 1)]):
+        x[row, first:last] = -math.inf
+    return x
+
+
+@pytest.mark.parametrize("guard", ["carried", "copied", "powers"])
+@pytest.mark.parametrize(("mesh", "size"), [({"x": 2}, 64), ({"x": 3}, 61), ({"x": 2, "y": 2}, 50), ({"x": 7}, 56)])
+def test_maxima_with_a_number_in_place_of_the_lowest_value(guard, mesh, size):
+    x, v = rows_with_nothing(size), torch.randn(size, 16)
+    func = online(8, size, 16, guard=guard, masked=13)
+    kernel = compiled(func, mesh, columns(*mesh))
+    assert "all_gather" not in kernel.explain()
+    close(kernel(x, v), alone(func, x, v))
+
+
+def test_what_stands_in_on_one_device_is_no_maximum_for_others():
+    """Relative to 0, no power of what is there would be more than 0."""
+    x, v = rows_with_nothing(64) - 3000, torch.randn(64, 16)
+    kernel = compiled(online(8, 64, 16, guard="carried"), {"x": 4}, columns("x"))
+    close(kernel(x, v)[:1], online_reference(x, v)[:1])
+
+
+@pytest.mark.parametrize(
+    ("guard", "wrong"),
+    [
+        (None, "powers of another"),
+        *((guard, "guarded by what came before") for guard in ("carried", "copied", "powers")),
+        *((guard, "powers of another") for guard in ("carried", "copied", "powers")),
+        ("carried", "the stand-in is stored"),
+    ],
+)
+def test_what_may_count_where_the_maximum_is_of_nothing_stays_whole(guard, wrong):
+    x, v = torch.randn(8, 64), torch.randn(64, 16)
+    func = online(8, 64, 16, guard=guard, wrong=wrong, masked=40)
+    kernel = compiled(func, {"x": 2}, columns("x"), poison=False)
+    assert "all_gather" in kernel.explain()
+    close(kernel(x, v), alone(func, x, v))
+
+
 @pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 4}])
 def test_logarithms_of_sums(mesh):
     x = torch.randn(8, 64) * 3

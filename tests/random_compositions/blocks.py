@@ -13,12 +13,14 @@ LOWEST = ("-T.infinity('float32')", "-T.infinity('float32')", "-1024.0")
 
 @dataclass(eq=False)
 class Carried:
-    """A state over the dims `over`: `start` before the loop, `step` in it, and the buffers that it leaves."""
+    """A state over the dims `over`: `start` before the loop, `step` in it, `end` after it, and the buffers that it
+    leaves."""
 
     over: str
     left: list[str]
     start: Callable[[], None]
     step: Callable[[], None]
+    end: Callable[[], None] = lambda: None
 
 
 def block(scene: Scene, over: str, neutral: str = "0.0") -> str:

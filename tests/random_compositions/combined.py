@@ -89,25 +89,40 @@ def online(scene: Scene, over: str) -> Carried:
     def at(name: str) -> str:
         return scene.element(name, over)
 
-    twist = scene.twist("half", "late", "no rescale", "stale")
+    twist = scene.twist("half", "late", "no rescale", "stale", "another", "guarded by another")
+    guard = scene.pick(("", "", "", "carried", "copied", "powers"))
+    low = scene.buffer("low", over, scope="fragment") if guard == "copied" else m
+    asked = before if twist == "guarded by another" else m
 
     def power(text: str) -> str:
         return f"T.exp({text})" if exp == "exp" else f"T.exp2(({text}) * 1.44269504)"
 
+    def chosen(of: str, text: str) -> str:
+        return f"T.if_then_else({at(of)} == {lowest}, 0.0, {text})" if guard == "powers" else text
+
     def start() -> None:
         scene.emit(f"T.fill({m}, {lowest})", f"T.clear({total})", f"T.clear({acc})")
+
+    def end() -> None:
+        with scene.block(*scene.loops(over)):
+            scene.emit(f"{at(acc)} = {at(acc)} / {at(total)}")
+            scene.emit(f"{at(total)} = T.log({at(total)}) + {at(m)}")
 
     def step() -> None:
         x = block(scene, over, lowest)
         scene.emit(f"T.copy({m}, {before})")
         reduced(scene, "max", x, m, over, False)
+        other = block(scene, over, lowest) if twist == "another" else x
         loops = scene.loops(over)
         with scene.block(*loops):
-            difference = f"{at(before)} - {at(m)}"
-            scene.emit(f"{at(scale)} = {'1.0' if twist == 'no rescale' else power(difference)}")
-        element, row = scene.element(x, f"{over}k"), at(before if twist == "stale" else m)
+            if guard in ("carried", "copied"):
+                scene.emit(f"{at(low)} = T.if_then_else({at(asked)} == {lowest}, 0.0, {at(m)})")
+            difference = f"{at(before)} - {at(low)}"
+            scene.emit(f"{at(scale)} = {'1.0' if twist == 'no rescale' else chosen(before, power(difference))}")
+        element, row = scene.element(x, f"{over}k"), at(before if twist == "stale" else low)
         with scene.block(*scene.loops(f"{over}k")):
-            scene.emit(f"{element} = {power(f'{element} - {row}')}")
+            text = power(f"{scene.element(other, f'{over}k')} - {row}")
+            scene.emit(f"{element} = {chosen(asked, text)}")
         reduced(scene, "sum", x, part, over, True)
         headers = loops if twist != "half" else [*loops, f"if {at(part)} > 1.0"]
         with scene.block(*headers):
@@ -123,7 +138,8 @@ def online(scene: Scene, over: str) -> Carried:
             with scene.block(*loops):
                 scene.emit(f"{at(m)} = T.max({at(m)}, {value(scene, over, 0) if over else '1.0'})")
 
-    return Carried(over, [m, total, *([acc] if weighs else [])], start, step)
+    left = [total, *([acc] if weighs else [])]
+    return Carried(over, left, start, step, end) if scene.chance(40) else Carried(over, [m, *left], start, step)
 
 
 def logarithm(scene: Scene, over: str) -> Carried:

@@ -78,6 +78,8 @@ def _walked(scene: Scene, over: str) -> list[Carried]:
         if scene.twist("left early") and scene.chance(40):
             with scene.block(f"if {scene.places['k']} == {scene.number(0, scene.dims['k'].blocks)}"):
                 scene.emit("T.loop_break()")
+    for state in carried:
+        state.end()
     return carried
 
 

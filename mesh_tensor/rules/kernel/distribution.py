@@ -15,7 +15,7 @@ from tvm import ir, tirx
 
 from mesh_tensor.tir.effects import changes_nothing, leaves_kernel, leaves_loop, written
 from mesh_tensor.tir.linear import linear_form, vars_of
-from mesh_tensor.tir.nodes import loads, nodes
+from mesh_tensor.tir.nodes import is_const, loads, nodes
 from mesh_tensor.tir.rewrite import block_like, guarded, loop_like, sequence
 from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views
@@ -73,7 +73,7 @@ class _Nest:
 
     def can_be_distributed(self) -> bool:
         """Whether there is a loop in it, and iterations know nothing of each other."""
-        plain = all(isinstance(loop.extent, tirx.IntImm) and _starts_at_0(loop) for loop in self.loops)
+        plain = all(isinstance(loop.extent, tirx.IntImm) and is_const(loop.min, 0) for loop in self.loops)
         if not plain or leaves_loop(self.loops[0]) or leaves_kernel(self.body):
             return False
         if any(not changes_nothing(stmt) for stmt in nodes(self.body, tirx.Evaluate, tirx.SBlockRealize)):
@@ -153,7 +153,7 @@ class _Nest:
             accesses = _accesses(self.body, buffer)
             if self.kernel.is_param(buffer) or any(vars_of(a.indices, {}) for a in accesses):
                 continue
-            is_single = all(isinstance(size, tirx.IntImm) and int(size) == 1 for size in buffer.shape)
+            is_single = all(is_const(size, 1) for size in buffer.shape)
             is_alone = len(_accesses(self.kernel.root.body, buffer)) == len(accesses)
             if not is_single or not is_alone or not _is_stored_first(leaves, buffer):
                 return False
@@ -185,10 +185,6 @@ def _guard(body: tirx.Stmt) -> tirx.PrimExpr | None:
     """The condition under which an iteration does anything, if that is said of where it is."""
     is_alone = isinstance(body, tirx.IfThenElse) and body.else_case is None
     return body.condition if is_alone and not loads(body.condition) else None
-
-
-def _starts_at_0(loop: tirx.For) -> bool:
-    return isinstance(loop.min, tirx.IntImm) and int(loop.min) == 0
 
 
 def _accesses(stmt: tirx.Stmt, buffer: tirx.Buffer) -> list[tirx.BufferLoad | tirx.BufferStore]:

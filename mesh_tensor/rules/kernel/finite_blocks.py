@@ -12,7 +12,7 @@ from tvm import tirx
 
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.nodes import loads, nodes, same_expression
+from mesh_tensor.tir.nodes import is_const, loads, nodes, same_expression
 from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Fill, Gemm, Reduce
 
@@ -125,6 +125,4 @@ def _keeps(expr: tirx.PrimExpr) -> bool:
 
 
 def _starts_at_0(statement: Statement, var: tirx.Var) -> bool:
-    return any(
-        loop.var.same_as(var) and isinstance(loop.min, tirx.IntImm) and int(loop.min) == 0 for loop in statement.loops
-    )
+    return any(loop.var.same_as(var) and is_const(loop.min, 0) for loop in statement.loops)

@@ -135,9 +135,10 @@ def _steps(kernel: Kernel, forms: Sequence[Linear]) -> set[tuple[tirx.Var, int]]
     found: list[set[tuple[tirx.Var, int]]] = []
     for form in forms:
         (outer, step), *inner = form.ordered
-        reach = sum(c * (int(e) - 1) for v, c in inner if isinstance(e := kernel.loops[v].extent, tirx.IntImm))
-        fits = 0 <= form.const < step - reach and all(v in kernel.loops for v, _ in form.ordered)
-        fits = fits and all(isinstance(kernel.loops[v].extent, tirx.IntImm) for v, _ in inner)
+        extents = [kernel.loops[v].extent if v in kernel.loops else None for v, _ in inner]
+        known = [int(extent) for extent in extents if isinstance(extent, tirx.IntImm)]
+        reach = sum(c * (extent - 1) for (_, c), extent in zip(inner, known, strict=False))
+        fits = outer in kernel.loops and len(known) == len(inner) and 0 <= form.const < step - reach
         found.append({(outer, step)} if fits and step > 1 else set())
     return set.intersection(*found)
 

@@ -24,7 +24,7 @@ from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointer
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.intervals import with_intervals
 from mesh_tensor.tir.linear import loop_ranges
-from mesh_tensor.tir.nodes import function_name, loads, nodes
+from mesh_tensor.tir.nodes import function_name, is_const, loads, nodes
 from mesh_tensor.tir.reducers import parts_of, without_reducers
 from mesh_tensor.tir.rewrite import call_like, loop_like, number, sequence, with_indices
 from mesh_tensor.tir.short_loops import lengthen
@@ -170,7 +170,7 @@ def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
             return None
         extents = blocks.get(node, [tirx.IntImm("int32", 1)] * len(node.indices))
         places = zip(node.indices, node.buffer.shape, extents, strict=True)
-        indices = [_plain(i, size, analyzer) if _is_one(extent) else i for i, size, extent in places]
+        indices = [_plain(i, size, analyzer) if is_const(extent, 1) else i for i, size, extent in places]
         if all(new.same_as(old) for new, old in zip(indices, node.indices, strict=True)):
             return None
         return with_indices(node, indices)
@@ -180,12 +180,8 @@ def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def _plain(index: tirx.PrimExpr, size: tirx.PrimExpr, analyzer: arith.Analyzer) -> tirx.PrimExpr:
-    is_single = _is_one(size) and not isinstance(index, (tirx.IntImm, tirx.Ramp))
+    is_single = is_const(size, 1) and not isinstance(index, (tirx.IntImm, tirx.Ramp))
     return tirx.IntImm(index.dtype, 0) if is_single and analyzer.can_prove_equal(index, 0) else index
-
-
-def _is_one(size: tirx.PrimExpr) -> bool:
-    return isinstance(size, tirx.IntImm) and int(size) == 1
 
 
 def with_early_fills(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -226,7 +222,7 @@ def _filled(stmt: tirx.Stmt) -> tirx.Buffer | None:
         return None
     if nodes(tirx.Evaluate(record.value), tirx.Var, tirx.BufferLoad):
         return None
-    starts = all(isinstance(low, tirx.IntImm) and int(low) == 0 for low in record.dst.mins)
+    starts = all(is_const(low, 0) for low in record.dst.mins)
     ends = all(ir.structural_equal(e, s) for e, s in zip(record.dst.extents, record.dst.buffer.shape, strict=True))
     return record.dst.buffer if starts and ends else None
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from tvm import tirx
 
 from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.nodes import is_const
 
 from .statements import Access, Kernel, Loop, Statement
 
@@ -116,7 +117,7 @@ def _only(form: Linear | None) -> tirx.Var | None:
 
 
 def _is_plain(loop: Loop) -> bool:
-    return loop.kind in ("tile", "parallel") and isinstance(loop.min, tirx.IntImm) and int(loop.min) == 0
+    return loop.kind in ("tile", "parallel") and is_const(loop.min, 0)
 
 
 def length_of(size: object) -> int:

@@ -23,7 +23,7 @@ from .factors import Factor
 from .live_ranges import LiveRange, Taints
 from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
-from .scans import Scan, find_scan
+from .scans import Scan, find_scans
 from .statements import Access, Kernel, Statement, describe, used_vars
 from .states import State, find_states
 
@@ -37,7 +37,7 @@ class Reduction:
     count on one device only. `cut`: the top-level statement before which the partial values must be completed, None if
     only outputs are partial; `completed` are the live ranges that are used whole. `masked`: False where padding that a
     block reaches past the tile's end is known to be neutral. `states`: what loops carry that is combined, but is no
-    plain reduction; `scan`: what one carries in order."""
+    plain reduction; `scans`: what each carries in order."""
 
     partial: Mapping[LiveRange, str] = field(default_factory=dict)
     updates: Mapping[Statement, Linear] = field(default_factory=dict)
@@ -46,12 +46,17 @@ class Reduction:
     completed: tuple[LiveRange, ...] = ()
     masked: bool = True
     states: tuple[State, ...] = ()
-    scan: Scan | None = None
+    scans: tuple[Scan, ...] = ()
+
+    @property
+    def scan(self) -> Scan | None:
+        """The first scan that devices don't resume yet, or the first of all."""
+        return next((scan for scan in self.scans if not scan.is_resumed), next(iter(self.scans), None))
 
     @property
     def is_plain(self) -> bool:
         """Whether devices exchange nothing in the middle of the kernel."""
-        return self.cut is None and self.scan is None
+        return self.cut is None and not self.scans
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -81,8 +86,8 @@ def judge(kernel: Kernel, coordinates: Coordinates, factor: Factor, taints: Tain
         with_states = _Judgement(kernel, coordinates, factor, taints, states).verdict()
         if with_states.blocked is None:
             return with_states
-    scan = find_scan(kernel, coordinates, factor)
-    in_order = None if scan is None else _Judgement(kernel, coordinates, factor, taints, (), scan).verdict()
+    scans = find_scans(kernel, coordinates, factor)
+    in_order = _Judgement(kernel, coordinates, factor, taints, (), scans).verdict() if scans else None
     return verdict if in_order is None or in_order.blocked is not None else in_order
 
 
@@ -98,12 +103,12 @@ class _Judgement:
         factor: Factor,
         taints: Taints,
         states: tuple[State, ...] = (),
-        scan: Scan | None = None,
+        scans: tuple[Scan, ...] = (),
     ):
         self.kernel, self.coordinates, self.factor, self.taints = kernel, coordinates, factor, taints
         self.states = states
         self.explained = {statement: state for state in states for statement in state.explained}
-        self.scan, self.in_order = scan, frozenset() if scan is None else scan.body
+        self.scans, self.in_order = scans, frozenset().union(*(scan.body for scan in scans))
         self.vars = set(factor.roles)
         self.partial = PartialValues(kernel, coordinates, factor, states, self.in_order)
         self.updates: dict[Statement, Linear] = {}
@@ -125,7 +130,7 @@ class _Judgement:
             self.partial.completed,
             masked,
             self.states,
-            self.scan,
+            self.scans,
         )
         return Verdict(None, self.aligned, self.why_lanes, self._first(), made)
 
@@ -204,16 +209,13 @@ class _Judgement:
 
     def _out_of_order(self) -> Iterator[str]:
         """A loop that is resumed on every device leaves the state of its own part: nothing else may use that."""
-        if self.scan is None:
-            return
-        self._align(f"{', '.join(self.scan.names)} is carried from block to block")
-        if not self.scan.is_resumed:
-            return
-        for part in self.scan.carried:
-            for statement, access in part.held.reads:
-                own = statement.write is not None and statement.write.buffer.name in self.kernel.own
-                if statement not in self.in_order and not own:
-                    yield f"{describe(statement)} uses {access.buffer.name} after the loop that carries it"
+        for scan in self.scans:
+            self._align(f"{', '.join(scan.names)} is carried from block to block")
+            for part in scan.carried if scan.is_resumed else ():
+                for statement, access in part.held.reads:
+                    own = statement.write is not None and statement.write.buffer.name in self.kernel.own
+                    if statement not in self.in_order and not own:
+                        yield f"{describe(statement)} uses {access.buffer.name} after the loop that carries it"
 
     def _untyped_indices(self, statement: Statement) -> Iterator[str]:
         """On-chip dims without a coordinate may be read at places that are loaded, and combined into: at places that
@@ -296,8 +298,7 @@ class _Judgement:
 
     def _runs_once(self, var: tirx.Var) -> bool:
         """Whether one run of a statement takes all values of the variable, or there is only one."""
-        loop = self.kernel.loops[var]
-        return loop.kind == "tile" or self.kernel.analyzer.can_prove_equal(loop.extent, 1)
+        return self.kernel.loops[var].kind == "tile" or self.kernel.runs_once(var)
 
     def _is_same_everywhere(self, statement: Statement) -> bool:
         """A store of a value that is the same at every coordinate of the factor, and not carried from one to the

@@ -75,6 +75,5 @@ class _Aftermath(Iteration):
             made = self._operand(statement)
             return made is not None and made.part is not None
         # what one iteration leaves to the next is not followed
-        indexed = {var for form in statement.target.forms if form is not None for var in form.terms}
-        loops = {x.var for s, _ in target.writes if s in self.body for x in s.loops}
-        return not target.carried & (loops - indexed)
+        own = [(s, {v for form in write.forms if form is not None for v in form.terms}) for s, write in target.writes]
+        return not any(x.var in target.carried - indexed for s, indexed in own if s in self.body for x in s.loops)

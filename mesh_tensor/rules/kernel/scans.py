@@ -20,11 +20,22 @@ from mesh_tensor.tir.nodes import nodes, same_expression
 
 from .coordinates import Coordinates
 from .factors import Factor
-from .iterations import Iteration, chosen
+from .iterations import Iteration
 from .live_ranges import LiveRange
 from .padding import takes_whole_blocks
 from .state_values import Atom, Level, Part, StateValue
-from .statements import RESUMED, Kernel, Loop, Statement, describe, is_load_of, mentions, same_indices, without_binds
+from .statements import (
+    RESUMED,
+    Kernel,
+    Loop,
+    Statement,
+    chosen,
+    describe,
+    is_load_of,
+    mentions,
+    same_indices,
+    without_binds,
+)
 from .states import carrying_loops, changed_in, is_in_place, is_plain
 
 _ONE = Part(Level.FIXED, 1.0)
@@ -73,10 +84,28 @@ class Scan:
         return [str(part.held.buffer.name) for part in self.carried]
 
 
-def find_scan(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Scan | None:
-    """The scan over a factor, None if it is none: one loop that carries, all of what it carries is such a state, and
-    whatever else it leaves belongs to a position."""
-    loops = carrying_loops(kernel, coordinates, factor)
+def find_scans(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> tuple[Scan, ...]:
+    """The scans over a factor, one after the other, none of which goes on with what another one carries; none where
+    a loop carries anything else."""
+    groups: dict[int, list[Loop]] = {}
+    for loop in carrying_loops(kernel, coordinates, factor):
+        groups.setdefault(next(s.top for s in kernel.statements if loop.var in s.vars), []).append(loop)
+    found = [_scan(kernel, coordinates, factor, loops) for _, loops in sorted(groups.items())]
+    known = tuple(scan for scan in found if scan is not None)
+    held = [(scan, part.held) for scan in known for part in scan.carried]
+    apart = not any(
+        statement in other.body
+        for scan, live_range in held
+        for statement, _ in (*live_range.reads, *live_range.writes)
+        for other in known
+        if other is not scan
+    )
+    return known if apart and len(known) == len(found) else ()
+
+
+def _scan(kernel: Kernel, coordinates: Coordinates, factor: Factor, loops: Sequence[Loop]) -> Scan | None:
+    """The scan of loops in one top-level statement, None if it is none: one loop that carries, all of what it carries
+    is such a state, and whatever else it leaves belongs to a position."""
     loop = next((loop for loop in loops if all(loop.var in s.vars for s in kernel.statements if _in(s, loops))), None)
     if loop is None or not takes_whole_blocks(kernel, factor):
         return None
@@ -129,10 +158,24 @@ def _left_behind(
         if loop.var not in statement.vars or statement.write is None:
             continue
         live_range = coordinates.ranges.of(statement.write)
-        if live_range.is_param and (not coordinates.walks(statement.write, factor) or loop.var in live_range.carried):
+        if live_range.is_param and not _is_of_position(statement, live_range, coordinates, factor, loop):
             yield f"{describe(statement)} is of no position"
         elif not live_range.is_param and live_range not in carried and not any(x is loop for x in live_range.scope):
             yield f"{live_range.buffer.name} is used after the loop"
+
+
+def _is_of_position(
+    statement: Statement, live_range: LiveRange, coordinates: Coordinates, factor: Factor, loop: Loop
+) -> bool:
+    """Whether an iteration writes to its own positions of a parameter, and nothing reads what another one wrote."""
+    if not coordinates.walks(statement.target, factor):
+        return False
+    if loop.var not in live_range.carried:
+        return True
+    touched = {s for s, _ in (*live_range.reads, *live_range.writes) if loop.var in s.vars}
+    places = [coordinates.of_statement(s).get(factor) for s in touched]
+    adds_only = not any(loop.var in s.vars for s, _ in live_range.reads)
+    return adds_only and all(place is not None and loop.var in place.terms for place in places)
 
 
 def _carried(iteration: Iteration, live_range: LiveRange) -> Carried | None:

@@ -185,7 +185,7 @@ def _product(parts: list[str | None]) -> str | None:
 def _kind(factor: Factor, reduction: Reduction) -> str:
     if factor.blocked is not None:
         return f"whole: {factor.blocked}"
-    return ", ".join([*reduction.ops, *(["scan"] if reduction.scan else [])]) or "parallel"
+    return ", ".join([*reduction.ops, *(["scan"] if reduction.scans else [])]) or "parallel"
 
 
 def factor_names(kernel: Kernel, factors: Sequence[Factor]) -> dict[Factor, str]:

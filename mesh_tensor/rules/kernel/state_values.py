@@ -47,6 +47,15 @@ class Atom:
         """The same number of another row."""
         return Atom.make(self.key, place)
 
+    @property
+    def keys(self) -> frozenset[tuple[Any, ...]]:
+        """The keys of all that it is the maximum of, itself if it is none."""
+        return self.key[1] if self.key[0] == "max" else frozenset({self.key})
+
+    def is_at_least(self, other: Atom) -> bool:
+        """Whether it is the maximum of another one, of the same row, and maybe of more."""
+        return self.at == other.at and self.keys >= other.keys
+
 
 @dataclass(frozen=True)
 class Part:
@@ -103,13 +112,14 @@ def add_rates(a: Mapping[Atom, float], b: Mapping[Atom, float]) -> dict[Atom, fl
 @dataclass(frozen=True)
 class StateValue:
     """`atoms` plus `terms`, plus `scale` times the logarithm of `log` if there is one. `padding`: what it is past the
-    end of the factor's dim."""
+    end of the factor's dim. `is_finite`: where the atom that it is is the lowest value, a number stands in for it."""
 
     atoms: Mapping[Atom, float] = field(default_factory=dict)
     terms: Terms = field(default_factory=dict)
     log: Terms | None = None
     scale: float = 1.0
     padding: Content = ANYTHING
+    is_finite: bool = False
 
     @property
     def part(self) -> Part | None:
@@ -249,7 +259,7 @@ def maximum(values: Iterable[StateValue]) -> StateValue | None:
     for value in values:
         atom = value.atom
         if atom is not None:
-            keys |= set(atom.key[1]) if atom.key[0] == "max" else {atom.key}
+            keys |= atom.keys
             places[atom.at] = atom
         elif value.part is None or value.part.level is not Level.FIXED:
             return None
@@ -301,7 +311,7 @@ def _replaced(value: StateValue, place: _Place) -> StateValue | None:
     terms, log = _terms(value.terms, place), None if value.log is None else _terms(value.log, place)
     if terms is None or (value.log is not None and log is None):
         return None
-    return StateValue(atoms, terms, log, value.scale, value.padding)
+    return StateValue(atoms, terms, log, value.scale, value.padding, value.is_finite)
 
 
 def _atom(old: Atom, place: _Place) -> Atom | None:

@@ -6,6 +6,7 @@ kind "tile"). Everything that follows - live ranges, factors, reductions - looks
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import is_hint, op_name
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.nodes import loads, same_expression
+from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Region, TileOp
 
 
@@ -133,6 +135,7 @@ class Kernel:
     loops: dict[tirx.Var, Loop] = field(default_factory=dict)
     own: Mapping[str, str] = field(default_factory=dict)
     _of_thread: threading.local = field(default_factory=threading.local)
+    _once: dict[tirx.Var, bool] = field(default_factory=dict)
 
     @property
     def analyzer(self) -> arith.Analyzer:
@@ -141,6 +144,12 @@ class Kernel:
             self._of_thread.analyzer = arith.Analyzer()
         analyzer: arith.Analyzer = self._of_thread.analyzer
         return analyzer
+
+    def runs_once(self, var: tirx.Var) -> bool:
+        """Whether a loop has a single iteration. Every factor asks, and to find no proof takes long."""
+        if var not in self._once:
+            self._once[var] = self.analyzer.can_prove_equal(self.loops[var].extent, 1)
+        return self._once[var]
 
     def is_param(self, buffer: tirx.Buffer) -> bool:
         return any(buffer.same_as(param) for param in self.params.values())
@@ -216,6 +225,27 @@ def is_load_of(expr: tirx.PrimExpr, place: tirx.BufferStore | Access) -> bool:
 def same_indices(a: tirx.BufferLoad | Access, b: tirx.BufferStore | Access) -> bool:
     """Whether two elements, perhaps of different buffers, are at the same indices."""
     return len(a.indices) == len(b.indices) and all(map(same_expression, a.indices, b.indices))
+
+
+def chosen(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:
+    """The condition of a choice, what it is where that holds, and what elsewhere; None if it is no choice."""
+    if isinstance(expr, tirx.Select):
+        return [expr.condition, expr.true_value, expr.false_value]
+    return list(expr.args) if op_name(expr) == "tirx.if_then_else" else None
+
+
+def lowest_or(expr: tirx.PrimExpr) -> tuple[tirx.BufferLoad, float, tirx.PrimExpr] | None:
+    """Of a choice: the element that is asked for the lowest value, the number that it is where the element is that, and
+    what it is elsewhere; None if it is no such choice."""
+    condition, then, otherwise = chosen(expr) or [None, None, None]
+    if isinstance(condition, tirx.NE):
+        then, otherwise = otherwise, then
+    elif not isinstance(condition, tirx.EQ):
+        return None
+    sides = [(condition.a, number(condition.b)), (condition.b, number(condition.a))]
+    load = next((a for a, b in sides if b == -math.inf and isinstance(a, tirx.BufferLoad)), None)
+    there = number(then)
+    return None if load is None or there is None else (load, there, otherwise)
 
 
 def mentions(expr: tirx.PrimExpr, buffer: tirx.Buffer) -> bool:

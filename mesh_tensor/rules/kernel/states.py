@@ -29,7 +29,7 @@ from .iterations import Iteration
 from .live_ranges import LiveRange
 from .references import reference, references_cancel, relative
 from .state_values import Atom, Level, Part, StateValue, Terms, add_rates, independent
-from .statements import Kernel, Loop, Statement
+from .statements import Kernel, Loop, Statement, is_load_of, lowest_or
 
 _ONE = Part(Level.FIXED, 1.0)
 
@@ -37,11 +37,19 @@ _ONE = Part(Level.FIXED, 1.0)
 @dataclass(frozen=True, eq=False)
 class RunningMax:
     """A maximum. `unbounded`: it may start at the lowest value, from which nothing can be taken. `of_block`: it is that
-    of one block alone, whichever was the last; what comes after the loop makes the same of any other one."""
+    of one block alone, whichever was the last. `stand_in`: what ends an iteration with a number in its place where it
+    is the lowest value, from which later ones go on. What comes after the loop makes the same of the maximum of all as
+    of these two."""
 
     held: LiveRange
     unbounded: bool
     of_block: bool = False
+    stand_in: Statement | None = None
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether it need not be the maximum of all."""
+        return self.of_block or self.stand_in is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +159,10 @@ def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop,
     skips = [c for s in explained for c in s.conditions if not _starts_first(c, loop, kernel)]
     if guards and skips and not all(has_finite_blocks(iteration, part.held) for part in made[0]):
         return None
-    if any(running.of_block for running in made[0]) and not _references_cancel(iteration, *made):
+    unseen = [part.held for part in made[0] if not iteration.adds_nothing_unseen(part.held)]
+    if not all(has_finite_blocks(iteration, held) for held in unseen):
+        return None
+    if any(running.is_relative for running in made[0]) and not _references_cancel(iteration, *made):
         return None
     neutral, uses = iteration.adds, iteration.uses
     return State(loop, iteration.body[0].top, *made, explained, neutral, uses, guards, iteration.by_position)
@@ -164,11 +175,11 @@ def _references_cancel(
     logs: Sequence[LogSum],
     plain: Sequence[LiveRange],
 ) -> bool:
-    """Whether nothing is made of the state that depends on which block's maximum it is relative to."""
+    """Whether nothing is made of the state that depends on what it is relative to."""
     left = {held: independent(Level.FIXED) for held in (*(log.held for log in logs), *plain)}
-    left |= {m.held: reference(m.held) if m.of_block else independent(Level.FIXED) for m in maxima}
+    left |= {m.held: reference(m.held) if m.is_relative else independent(Level.FIXED) for m in maxima}
     for part in sums:
-        known = relative(part.of.held, part.place, part.rate) if part.of.of_block else independent(Level.FIXED)
+        known = relative(part.of.held, part.place, part.rate) if part.of.is_relative else independent(Level.FIXED)
         left[part.held] = known
     return references_cancel(iteration.kernel, iteration.coordinates, iteration.factor, iteration.loop, left)
 
@@ -203,7 +214,11 @@ class _Parts:
     ) -> tuple[tuple[RunningMax, ...], tuple[ScaledSum, ...], tuple[LogSum, ...], tuple[LiveRange, ...]] | None:
         """The parts, None if a live range is none of them."""
         values = {r: self.iteration.value(r) for r in self.carried}
-        maxima = {r: RunningMax(r, self._is_unbounded(r)) for r, v in values.items() if self._is_maximum(r, v)}
+        maxima = {
+            r: RunningMax(r, self._is_unbounded(r), stand_in=self._stand_in(r) if v.is_finite else None)
+            for r, v in values.items()
+            if v is not None and self._is_maximum(r, v)
+        }
         maxima |= {r: RunningMax(r, False, of_block=True) for r, v in values.items() if self._is_of_last_block(r, v)}
         sums, logs, plain = [], [], []
         for live_range, value in values.items():
@@ -227,10 +242,19 @@ class _Parts:
         numbers = [number(s.values[0]) if s.values and s.op is None else None for s in starts]
         return not starts or any(n is None or math.isinf(n) for n in numbers)
 
-    def _is_maximum(self, live_range: LiveRange, value: StateValue | None) -> bool:
+    def _stand_in(self, live_range: LiveRange) -> Statement | None:
+        """What ends an iteration with a number in place of a maximum that is the lowest value, elsewhere leaves it."""
+        last = [s for s, _ in live_range.writes if self.iteration.loop.var in s.vars][-1]
+        load, _, elsewhere = lowest_or(last.values[0]) or (None, None, None) if last.values else (None, None, None)
+        own = load is not None and is_load_of(load, last.target) and is_load_of(elsewhere, last.target)
+        return last if own and isinstance(last.node, tirx.BufferStore) and last.op is None else None
+
+    def _is_maximum(self, live_range: LiveRange, value: StateValue) -> bool:
         """Whether the live range holds the maximum of what it held before, of blocks, and of constants."""
-        atom = None if value is None else value.atom
+        atom = value.atom
         if atom is None or atom.key[0] != "max" or not is_in_place(atom, live_range):
+            return False
+        if value.is_finite and self._stand_in(live_range) is None:
             return False
         return ("before", live_range) in atom.key[1] and all(
             key == ("before", live_range) or key[0] in ("block", "fixed") for key in atom.key[1]
@@ -241,10 +265,9 @@ class _Parts:
         atom = None if value is None else value.atom
         if atom is None or atom.key[0] not in ("block", "max") or not is_in_place(atom, live_range):
             return False
-        keys = atom.key[1] if atom.key[0] == "max" else {atom.key}
         starts = [s for s, _ in live_range.writes if self.iteration.loop.var not in s.vars]
         lowest = [number(s.values[0]) if s.values and s.op is None else None for s in starts]
-        return all(key[0] in ("block", "fixed") for key in keys) and bool(starts) and set(lowest) == {-math.inf}
+        return all(key[0] in ("block", "fixed") for key in atom.keys) and bool(starts) and set(lowest) == {-math.inf}
 
     def _sum(
         self, live_range: LiveRange, value: StateValue, maxima: Mapping[LiveRange, RunningMax]

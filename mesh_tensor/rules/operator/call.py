@@ -226,6 +226,11 @@ def with_said_sizes(expr: relax.Expr, cast: relax.StructInfo | None) -> relax.Ex
     return relax.BlockBuilder().normalize(made)
 
 
+def packed(name: str, args: Sequence[relax.Expr], info: relax.StructInfo) -> relax.Call:
+    """A call of a registered function that has no side effects."""
+    return relax.op.call_pure_packed(name, *args, sinfo_args=[info])
+
+
 def is_known(info: relax.TensorStructInfo) -> bool:
     """Whether all sizes are numbers."""
     return isinstance(info.shape, relax.ShapeExpr) and all(isinstance(n, tirx.IntImm) for n in info.shape.values)

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 from tvm import relax
 
-from .call import OpCall
+from .call import OpCall, packed
 from .elementwise import dims_of
 from .rule import LocalCall, OpRule, rule
 
 MARKS = frozenset({"loop.enter", "loop.next", "loop.stack", "loop.test"})
-
-
-def loop_call(name: str, operands: list[relax.Expr], info: relax.StructInfo) -> relax.Call:
-    """The call that stands for one of these."""
-    return relax.op.call_pure_packed(name, *operands, sinfo_args=[info])
 
 
 @rule("loop.enter", "loop.next", "loop.test")
@@ -43,4 +38,4 @@ def row(call: OpCall) -> OpRule:
 
 
 def _local_row(local: LocalCall) -> relax.Expr:
-    return loop_call("loop.row", list(local.args), relax.TensorStructInfo(local.out_tiles[0], local.dtypes[0]))
+    return packed("loop.row", list(local.args), relax.TensorStructInfo(local.out_tiles[0], local.dtypes[0]))

@@ -8,7 +8,8 @@ from mesh_tensor.base.window import EVERYWHERE, Reach, Reaches
 
 from .call import OpCall
 from .elementwise import dims_of
-from .rule import LocalCall, OpRule, rule
+from .rule import OpRule, rule
+from .shape import to_tile
 
 #: Every device takes its own of what lies along the first dims, or what all have is put there; the axes are a text.
 PER_DEVICE, ALL_DEVICES = "mesh.per_device", "mesh.all_devices"
@@ -41,13 +42,13 @@ def factor_of(axis: str) -> str:
 @rule(PER_DEVICE)
 def per_device(call: OpCall) -> OpRule:
     dims, devices = dims_of(call.outputs[0].ndim), tuple(map(factor_of, axes_of(call)))
-    return OpRule(((*devices, *dims),), (dims,), moves=True, devices=frozenset(devices), localize=_to_tile)
+    return OpRule(((*devices, *dims),), (dims,), moves=True, devices=frozenset(devices), localize=to_tile)
 
 
 @rule(ALL_DEVICES)
 def all_devices(call: OpCall) -> OpRule:
     dims, devices = dims_of(call.inputs[0].ndim), tuple(map(factor_of, axes_of(call)))
-    return OpRule((dims,), ((*devices, *dims),), moves=True, devices=frozenset(devices), localize=_to_tile)
+    return OpRule((dims,), ((*devices, *dims),), moves=True, devices=frozenset(devices), localize=to_tile)
 
 
 @rule(OF_DEVICE)
@@ -59,8 +60,4 @@ def of_device(call: OpCall) -> OpRule:
         for dim, at in enumerate(place)
     }
     given = (*(None for _ in place), *dims)
-    return OpRule((given,), (dims,), linear=(frozenset({0}),), moves=True, windows=windows, localize=_to_tile)
-
-
-def _to_tile(local: LocalCall) -> relax.Expr:
-    return relax.op.reshape(local.args[0], local.out_tiles[0])
+    return OpRule((given,), (dims,), linear=(frozenset({0}),), moves=True, windows=windows, localize=to_tile)

@@ -26,10 +26,11 @@ def permute_dims(call: OpCall) -> OpRule:
 def reshape(call: OpCall) -> OpRule:
     """Groups of dims with equal products are taken apart into common factors."""
     source, target, sizes = regroup(call.inputs[0].shape, call.outputs[0].shape)
-    return OpRule((source,), (target,), sizes=sizes, linear=_ALL, moves=True, localize=_to_tile)
+    return OpRule((source,), (target,), sizes=sizes, linear=_ALL, moves=True, localize=to_tile)
 
 
-def _to_tile(local: LocalCall) -> relax.Expr:
+def to_tile(local: LocalCall) -> relax.Expr:
+    """The operand's tile in the shape of the result's."""
     return relax.op.reshape(local.args[0], local.out_tiles[0])
 
 
@@ -94,7 +95,7 @@ def merge_dims(call: OpCall) -> OpRule:
     dims = dims_of(call.inputs[0].ndim)
     alike = {f"merged{d}": dims[d] for d in merged}
     made: tuple[Dim, ...] = tuple(f"merged{d}" if d in merged else factor for d, factor in enumerate(dims))
-    return OpRule((dims,), (made,), alike=alike, linear=_ALL, moves=True, localize=_to_tile)
+    return OpRule((dims,), (made,), alike=alike, linear=_ALL, moves=True, localize=to_tile)
 
 
 @rule("broadcast_to")

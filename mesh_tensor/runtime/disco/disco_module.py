@@ -9,10 +9,10 @@ from tvm import ir, relax, tirx
 
 from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.lowering.local_calls import packed, tile_info
+from mesh_tensor.lowering.local_calls import tile_info
 from mesh_tensor.plan.explicit import Form
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.rules.operator.call import plain, tensor_infos
+from mesh_tensor.rules.operator.call import packed, plain, tensor_infos
 from mesh_tensor.targets.torch_ops import has_torch_function, local_operators
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.nodes import nodes

@@ -31,6 +31,7 @@ from mesh_tensor.runtime.ranks.plan import ChunkedAllReduce, plan_exchange
 from mesh_tensor.runtime.ranks.ranks import Group
 from mesh_tensor.runtime.reshard import Delivery, Piece, reshard_of
 from mesh_tensor.targets.dtypes import dtype_name
+from mesh_tensor.targets.tile_memory import memory_of
 
 HOST = "127.0.0.1"
 
@@ -140,8 +141,8 @@ def as_tvm(tensor: torch.Tensor) -> Any:
 
 def apart(results: tuple[torch.Tensor, ...], operands: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """The results, none in the memory of an operand: the virtual machine uses that again as soon as nobody reads it."""
-    taken = {operand.untyped_storage().data_ptr() for operand in operands}
-    return tuple(r.clone() if r.untyped_storage().data_ptr() in taken else r for r in results)
+    taken = set(map(memory_of, operands))
+    return tuple(r.clone() if memory_of(r) in taken else r for r in results)
 
 
 POOL = "mesh_tensor.api.disco.process_pool"  # what Disco asks for processes

@@ -10,8 +10,9 @@ import torch
 
 from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.program.builder import with_ends
+from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program, ProgramValue
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step, WaitStep
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
 from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, fill
@@ -39,7 +40,7 @@ FailedAt = Callable[[Exception], Step]
 
 class RankBackend:
     """Runs `program` for one device of its mesh: the Backend of one rank. Memory is one tile per storage, and what is
-    kept for another program, or by one (`carried`), under its name."""
+    kept for another program, or by one, under its name."""
 
     def __init__(
         self,
@@ -52,10 +53,12 @@ class RankBackend:
         carried: Records | None = None,
         ends: Collection[str] = (),
     ) -> None:
-        self.program = program
+        """`carried`: what torch keeps in this program for another one, or in that for this one. `ends`: inputs that
+        are forgotten after their last use."""
+        self.program, self.ranks, self.faults, self.poison = program, ranks, faults, poison
         self.device = target.device()
-        self._target, self._ranks, self._faults, self._poison = target, ranks, faults, poison
-        self._records = {**recorded_pairs(program), **(carried or {})}
+        self.carried = frozenset(record.name for record in (carried or {}).values())
+        self._target, self._records = target, {**recorded_pairs(program), **(carried or {})}
         first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
         if ends and not last:
             first = with_ends(first, program.values, _only_taken(program, ends))
@@ -72,7 +75,7 @@ class RankBackend:
             try:
                 action(memory)
             except Exception as error:
-                self._faults.explain(error, self.program, failed_at(error))
+                self.faults.explain(error, self.program, failed_at(error))
 
     def _actions(self, steps: Sequence[Step]) -> list[tuple[FailedAt, Action]]:
         return [(at, action) for run in in_sections(steps) for at, action in [self._run(run)] if action is not None]
@@ -82,16 +85,16 @@ class RankBackend:
         first = run[0]
         if not isinstance(first, OpStep):
             return lambda _: first, first.mean(self)
-        section = Section(run, self.program, self._ranks.rank, self._target, records=self._records)
+        section = Section(run, self.program, self.ranks.rank, self._target, records=self._records)
         return section.failed_at, lambda memory: section(memory.held)
 
     def kernel(self, step: KernelStep) -> Action | None:
         """The step's kernel on this rank's tiles; nothing happens if what it writes has no elements."""
         if all(0 in self.program.values[name].tile_shape for name in step.writes):
             return None
-        kernel = self._target.compile(step.func, self._poison)
+        kernel = self._target.compile(step.func, self.poison)
         arguments = arguments_of(step, self.program)
-        at = self.program.mesh.coordinate(self._ranks.rank) if step.axes else {}
+        at = self.program.mesh.coordinate(self.ranks.rank) if step.axes else {}
         place = [at[axis] for axis in step.axes]
         if all(isinstance(given, ProgramValue) and given.slab is None for given in arguments):
             storages = [self.program.values[name].storage for name in step.args]
@@ -106,7 +109,7 @@ class RankBackend:
 
     def op(self, step: OpStep) -> Action:
         """The operator on this rank's tiles."""
-        section = Section([step], self.program, self._ranks.rank, self._target, records=self._records)
+        section = Section([step], self.program, self.ranks.rank, self._target, records=self._records)
         return lambda memory: section(memory.held)
 
     def collective(self, step: CollectiveStep) -> Action | None:
@@ -114,7 +117,7 @@ class RankBackend:
         src, dst = self.program.values[step.src], self.program.values[step.dst]
         verify_collective(step, src, dst)
         dtype = torch_dtype(dst.dtype)
-        exchange = plan_exchange(dst.shape, dtype, src.sharding, dst.sharding, self._ranks)
+        exchange = plan_exchange(dst.shape, dtype, src.sharding, dst.sharding, self.ranks)
         source, target = src.storage, dst.storage
         copies = source == target and not reshard_of(dst.shape, dtype, src.sharding, dst.sharding).in_place
 
@@ -137,7 +140,7 @@ class RankBackend:
             memory.held[self.program.values[name].storage] = tile
 
         def backend(program: Program) -> RankBackend:
-            return RankBackend(program, self._target, self._ranks, self._faults, poison=self._poison)
+            return RankBackend(program, self._target, self.ranks, self.faults, poison=self.poison)
 
         return LoopAction(step, self.program, backend, LoopTiles(lambda tile: [tile], lambda tiles: tiles[0]), hold)
 
@@ -149,7 +152,7 @@ class RankBackend:
     def alloc(self, step: AllocStep) -> Action:
         """A tile, unless the caller brought this storage."""
         storage, value = step.storage, self.program.stored[step.storage]
-        shape, dtype, device, poison = value.tile_shape, torch_dtype(value.dtype), self.device, self._poison
+        shape, dtype, device, poison = value.tile_shape, torch_dtype(value.dtype), self.device, self.poison
 
         def action(memory: Memory) -> None:
             if storage not in memory.held:

@@ -3,7 +3,7 @@ collectives over torch.distributed, and what comes out is valid parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +11,14 @@ import torch
 
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.program.program import Parameter, Program
+from mesh_tensor.program.program import Parameter
 from mesh_tensor.runtime.ambient import mark_written
 from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import clone, copy
 from mesh_tensor.runtime.overwriting import copied
-from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import Records
 
-from .faults import Faults
 from .plan import RankRedistribution
 from .rank_backend import RankBackend
-from .ranks import Ranks
 from .tiling import Tiling, tiling_of
 
 
@@ -48,26 +44,11 @@ class _RankPort:
 
 
 class RankLaunch:
-    """A program, made ready for one rank."""
+    """A program, made ready for one rank: how calls enter and leave what a backend runs."""
 
-    def __init__(
-        self,
-        program: Program,
-        target: Target,
-        ranks: Ranks,
-        faults: Faults,
-        *,
-        poison: bool = False,
-        carried: Records | None = None,
-        ends: Collection[str] = (),
-    ) -> None:
-        """`carried`: what torch keeps in this program for another one, or in that for this one. `ends`: inputs that
-        `on_tiles` forgets after their last use."""
-        self.program, self.ranks = program, ranks
-        self._faults, self._poison = faults, poison
-        self._backend = RankBackend(program, target, ranks, faults, poison=poison, carried=carried, ends=ends)
-        self._carried = frozenset(record.name for record in (carried or {}).values())
-        self._ports = [self._port(parameter) for parameter in program.parameters]
+    def __init__(self, backend: RankBackend) -> None:
+        self.program, self.ranks, self._backend = backend.program, backend.ranks, backend
+        self._ports = [self._port(parameter) for parameter in self.program.parameters]
         self.ports = {port.name: port for port in self._ports}
         self.tilings = {port.name: port.tiling for port in self._ports}
         self.inputs = sum(port.input is not None for port in self._ports)
@@ -116,10 +97,10 @@ class RankLaunch:
         memory = Memory({})
         memory.held = held
         if kept:
-            held.update((name, kept.pop(name)) for name in self._carried & kept.keys())
+            held.update((name, kept.pop(name)) for name in self._backend.carried & kept.keys())
         self._backend.run(memory)
         if kept is not None:
-            kept.update((name, held[name]) for name in self._carried & held.keys())
+            kept.update((name, held[name]) for name in self._backend.carried & held.keys())
         return held
 
     def entered(self, name: str, local: torch.Tensor) -> torch.Tensor:
@@ -134,7 +115,7 @@ class RankLaunch:
             return change(tile)
         except RuntimeError as error:
             doing = f"a change of layout, '{tiling.sharding}' -> '{to}'"
-            self._faults.blame(error, doing, range(self.ranks.mesh.num_devices))
+            self._backend.faults.blame(error, doing, range(self.ranks.mesh.num_devices))
 
     @staticmethod
     def _write(tiling: Tiling, tile: torch.Tensor, given: torch.Tensor) -> None:
@@ -149,7 +130,7 @@ class RankLaunch:
             return given
         if given is None:
             return torch.zeros(port.input.tile_shape, dtype=port.input.dtype, device=self._backend.device)
-        tile = port.input.tile(given, self._poison)
+        tile = port.input.tile(given, self._backend.poison)
         return clone(tile) if tile is given and port.fresh else tile
 
     def _port(self, parameter: Parameter) -> _RankPort:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program, ProgramValue
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, LoopStep, OpStep, Step, WaitStep
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
 from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, device_threads

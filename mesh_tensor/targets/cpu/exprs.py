@@ -11,7 +11,7 @@ from tvm import arith, ir, tirx
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.effects import INTRINSICS
-from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.nodes import is_const, nodes
 from mesh_tensor.tir.user_reports import report_of
 
 BINARY = (
@@ -78,11 +78,6 @@ def all_of(conditions: Iterable[tirx.PrimExpr]) -> tirx.PrimExpr | None:
     return result
 
 
-def seq(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
-    """`statements` as one."""
-    return statements[0] if len(statements) == 1 else tirx.SeqStmt(list(statements))
-
-
 def if_then(condition: tirx.PrimExpr | None, body: tirx.Stmt) -> tirx.Stmt:
     """`body` under `condition`, or `body` itself if there is no condition."""
     return body if condition is None else tirx.IfThenElse(condition, body, None)
@@ -91,7 +86,7 @@ def if_then(condition: tirx.PrimExpr | None, body: tirx.Stmt) -> tirx.Stmt:
 def loop_nest(loops: Sequence[LoopRange], body: tirx.Stmt) -> tirx.Stmt:
     """Serial loops, the first outermost."""
     for var, begin, end in reversed(loops):
-        extent = end if isinstance(begin, tirx.IntImm) and begin.value == 0 else end - begin
+        extent = end if is_const(begin, 0) else end - begin
         body = tirx.For(var, begin, extent, tirx.ForKind.SERIAL, body)
     return body
 

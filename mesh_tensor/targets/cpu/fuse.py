@@ -17,8 +17,9 @@ from tvm.tirx.stmt_functor import substitute
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.nodes import loads, nodes
+from mesh_tensor.tir.rewrite import sequence, statements
 
-from .exprs import FLOAT_FUNCTIONS, VECTORISED, is_pure_index, seq
+from .exprs import FLOAT_FUNCTIONS, VECTORISED, is_pure_index
 from .reduce import is_total
 
 _LONG_ROW = CPU.tuning.long_row
@@ -65,13 +66,6 @@ def walk(stmt: tirx.Stmt) -> Iterator[tirx.Stmt]:
         yield from walk(child)
 
 
-def statements(stmt: tirx.Stmt) -> list[tirx.Stmt]:
-    """`stmt` as a list without sequences in sequences."""
-    if not isinstance(stmt, tirx.SeqStmt):
-        return [stmt]
-    return [part for child in stmt.seq for part in statements(child)]
-
-
 def contiguous(indices: tuple[tirx.PrimExpr, ...], var: tirx.Var) -> bool:
     """Whether the elements of neighbouring values of `var` are neighbours in memory."""
     if not indices:
@@ -113,7 +107,7 @@ class _Fuse:
 
     def stmt(self, stmt: tirx.Stmt) -> tirx.Stmt:
         if isinstance(stmt, tirx.SeqStmt):
-            return seq(self._sequence(statements(stmt)))
+            return sequence(self._sequence(statements(stmt)))
         if isinstance(stmt, tirx.For):
             return _with_body(stmt, self.stmt(stmt.body))
         if isinstance(stmt, tirx.While):
@@ -238,7 +232,7 @@ def _plain(value: tirx.PrimExpr) -> bool:
 def _without_single(stmt: tirx.Stmt) -> tirx.Stmt:
     """`stmt` without loops of one iteration, so that dims of extent 1 are in nobody's way."""
     if isinstance(stmt, tirx.SeqStmt):
-        return seq([_without_single(part) for part in stmt.seq])
+        return sequence([_without_single(part) for part in stmt.seq])
     if isinstance(stmt, tirx.IfThenElse):
         else_case = None if stmt.else_case is None else _without_single(stmt.else_case)
         return tirx.IfThenElse(stmt.condition, _without_single(stmt.then_case), else_case)
@@ -254,7 +248,7 @@ def _without_single(stmt: tirx.Stmt) -> tirx.Stmt:
 
 def _joined(first: tirx.For, second: tirx.For) -> tirx.For:
     body = substitute(second.body, {second.loop_var: first.loop_var})
-    return _with_body(first, seq([*statements(first.body), *statements(body)]))
+    return _with_body(first, sequence([*statements(first.body), *statements(body)]))
 
 
 def _with_body(loop: tirx.For, body: tirx.Stmt) -> tirx.For:

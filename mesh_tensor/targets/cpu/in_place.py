@@ -16,10 +16,10 @@ from tvm import tirx
 from mesh_tensor.tir.effects import written
 from mesh_tensor.tir.memory import strides_of
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.rewrite import block_like
+from mesh_tensor.tir.rewrite import block_like, sequence
 from mesh_tensor.tir.tile_ops import Copy, Gemm, Region, TileOp, parse_tile_op
 
-from .exprs import Bounds, is_pure_index, seq
+from .exprs import Bounds, is_pure_index
 
 
 def gemms_in_place(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -86,9 +86,9 @@ class _InPlace:
             else_case = None if branch.else_case is None else self._stmt(branch.else_case)
         return tirx.IfThenElse(branch.condition, then_case, else_case)
 
-    def _sequence(self, sequence: tirx.SeqStmt) -> tirx.Stmt:
+    def _sequence(self, stmts: tirx.SeqStmt) -> tirx.Stmt:
         parts = []
-        for stmt in sequence.seq:
+        for stmt in stmts.seq:
             if isinstance(stmt, tirx.Bind) and self._known.issuperset(tirx.analysis.undefined_vars(stmt.value)):
                 self._bounds.let(stmt.var, stmt.value)
                 self._known.add(stmt.var)
@@ -104,7 +104,7 @@ class _InPlace:
                 parts[place] = _statement(parts[place], placed)
             if readers:
                 self._gone.add(copy.dst.buffer.data)
-        return seq([stmt for stmt, op in zip(parts, ops, strict=True) if not self._is_gone(op)])
+        return sequence([stmt for stmt, op in zip(parts, ops, strict=True) if not self._is_gone(op)])
 
     def _is_gone(self, op: TileOp | None) -> bool:
         return isinstance(op, Copy) and op.dst.buffer.data in self._gone

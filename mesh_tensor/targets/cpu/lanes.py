@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, substitute
 
-from .exprs import PREFETCH, const, loop_nest, seq
-from .fuse import MemoryAccess, accesses, contiguous, statements
+from mesh_tensor.tir.rewrite import sequence, statements
+
+from .exprs import PREFETCH, const, loop_nest
+from .fuse import MemoryAccess, accesses, contiguous
 from .reduce import LANES, is_total
 
 _PREFETCHED = ("float16", "bfloat16", "float32", "float64")
@@ -25,7 +27,7 @@ def step_by_lanes(body: tirx.Stmt, params: frozenset[tirx.Var]) -> tirx.Stmt:
     """`body`, a re-targeted kernel, with its reductions in steps; `params` are the data of the kernel's parameters."""
     if isinstance(body, tirx.For | tirx.While | tirx.IfThenElse | tirx.SeqStmt):
         siblings = statements(body)
-        return seq([_one(place, siblings, params) for place in range(len(siblings))])
+        return sequence([_one(place, siblings, params) for place in range(len(siblings))])
     return body
 
 
@@ -86,10 +88,10 @@ def _steps(loop: tirx.For, prefetched: Sequence[MemoryAccess]) -> tirx.Stmt:
     body = _in_lane(loop, lane)
     requests = [at(chunk * LANES, _prefetch(access)) for access in prefetched]
     step = loop_nest([(lane, _ZERO, const(LANES, "int32"))], at(chunk * LANES + lane, body))
-    steps = loop_nest([(chunk, _ZERO, const(whole, "int32"))], seq([*requests, step]))
+    steps = loop_nest([(chunk, _ZERO, const(whole, "int32"))], sequence([*requests, step]))
     if not rest:
         return steps
-    return seq([steps, loop_nest([(lane, _ZERO, const(rest, "int32"))], at(lane + whole * LANES, body))])
+    return sequence([steps, loop_nest([(lane, _ZERO, const(rest, "int32"))], at(lane + whole * LANES, body))])
 
 
 def _in_lane(loop: tirx.For, lane: tirx.Var) -> tirx.Stmt:

@@ -18,9 +18,10 @@ from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.tir.nodes import function_name
+from mesh_tensor.tir.rewrite import sequence
 
 from .dtypes import LegalExpr, c_name, pointer_type, storage_dtype
-from .exprs import const, seq
+from .exprs import const
 
 _STACK_BYTES = CPU.tuning.stack
 
@@ -61,7 +62,7 @@ class _Legalize:
         self._flat_buffers: dict[tirx.Buffer, tirx.Buffer] = {}
         self._workspaces: list[tuple[tirx.Var, Scratch]] = []
         self._table: dict[type, Callable[..., tirx.Stmt | None]] = {
-            tirx.SeqStmt: lambda s: _sequence([self._stmt(child) for child in s.seq]),
+            tirx.SeqStmt: self._sequence,
             tirx.For: self._for,
             tirx.While: lambda s: tirx.While(self._expr(s.condition), self._body(s.body)),
             tirx.IfThenElse: self._if,
@@ -92,6 +93,10 @@ class _Legalize:
 
     def _body(self, stmt: tirx.Stmt) -> tirx.Stmt:
         return self._stmt(stmt) or tirx.Evaluate(const(0, "int32"))
+
+    def _sequence(self, stmts: tirx.SeqStmt) -> tirx.Stmt | None:
+        kept = [stmt for stmt in map(self._stmt, stmts.seq) if stmt is not None]
+        return sequence(kept) if kept else None
 
     def _for(self, loop: tirx.For) -> tirx.Stmt:
         begin, extent = self._expr(loop.min), self._expr(loop.extent)
@@ -170,8 +175,3 @@ def size_variables(func: tirx.PrimFunc) -> tuple[tirx.Var, ...]:
     exprs = [size for buffer in buffers for size in [*buffer.shape, *buffer.strides]]
     found = dict.fromkeys(var for expr in exprs for var in tirx.analysis.undefined_vars(expr))
     return tuple(var for var in found if var not in set(func.params))
-
-
-def _sequence(statements: list[tirx.Stmt | None]) -> tirx.Stmt | None:
-    kept = [stmt for stmt in statements if stmt is not None]
-    return seq(kept) if kept else None

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 
 from mesh_tensor.base.machine_presets import CPU
-from mesh_tensor.tir.rewrite import neutral_element
+from mesh_tensor.tir.rewrite import neutral_element, sequence
 from mesh_tensor.tir.tile_ops import Reduce
 
 from .dtypes import compute_dtype
-from .exprs import Bounds, all_of, cast, combine, const, if_then, loop_nest, seq, temporary
+from .exprs import Bounds, all_of, cast, combine, const, if_then, loop_nest, temporary
 
 LANES = CPU.tuning.totals
 """How many totals a reduction along the last dim keeps: a power of 2."""
@@ -57,7 +57,7 @@ class ReduceLoops:
         shape = [int(self._op.src.extents[d]) for d in self._inner] or [1]
         totals = temporary("totals", self._dtype, shape)
         at = [self._vars[d] for d in self._inner] or [_ZERO]
-        return seq(
+        return sequence(
             [
                 tirx.AllocBuffer(totals),
                 self._nest(self._inner, tirx.BufferStore(totals, self._start(), at)),
@@ -82,11 +82,11 @@ class ReduceLoops:
                 return tirx.BufferStore(totals, combine(self._op.reduction, low, high), [at])
 
             if half <= _UNROLLED:
-                return seq([fold(const(at, "int32")) for at in range(half)])
+                return sequence([fold(const(at, "int32")) for at in range(half)])
             return over_lanes(fold(lane), half)
 
         total = tirx.BufferLoad(totals, [_ZERO])  # what was there comes last: a store to one lane would stall all
-        return seq(
+        return sequence(
             [
                 tirx.AllocBuffer(totals),
                 over_lanes(tirx.BufferStore(totals, neutral_element(self._op.reduction, self._dtype), [lane])),

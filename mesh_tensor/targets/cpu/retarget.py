@@ -17,12 +17,13 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir.effects import FIX, FROM, changes_nothing, op_name, refuse_thread_groups
-from mesh_tensor.tir.nodes import function_name
+from mesh_tensor.tir.nodes import function_name, is_const
 from mesh_tensor.tir.reducers import parts_of
+from mesh_tensor.tir.rewrite import sequence
 from mesh_tensor.tir.tile_ops import Region, TileOp, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, without_thread_tests
 
-from .exprs import Bounds, all_of, const, if_then, is_pure_index, map_children, report_statements, seq
+from .exprs import Bounds, all_of, const, if_then, is_pure_index, map_children, report_statements
 from .fuse import fuse_loops
 from .lanes import step_by_lanes
 from .tile_ops import TileOps, update_before_use
@@ -98,8 +99,8 @@ class _Retarget:
         body = self._stmt(block.body)
         if body is None:
             return None
-        body = seq([*allocations, body])
-        return if_then(None if _always(realize.predicate) else self._expr(realize.predicate), body)
+        body = sequence([*allocations, body])
+        return if_then(None if is_const(realize.predicate, 1) else self._expr(realize.predicate), body)
 
     def _attr(self, attr: tirx.AttrStmt) -> tirx.Stmt | None:
         return self._stmt(without_thread_tests(attr.body, self._thread_vars) if is_print(attr) else attr.body)
@@ -108,9 +109,9 @@ class _Retarget:
         self._in_scope.add(buffer.data)
         return tirx.AllocBuffer(buffer)
 
-    def _sequence(self, sequence: tirx.SeqStmt) -> tirx.Stmt | None:
-        kept = [stmt for stmt in map(self._stmt, sequence.seq) if stmt is not None]
-        return seq(kept) if kept else None
+    def _sequence(self, stmts: tirx.SeqStmt) -> tirx.Stmt | None:
+        kept = [stmt for stmt in map(self._stmt, stmts.seq) if stmt is not None]
+        return sequence(kept) if kept else None
 
     def _for(self, loop: tirx.For) -> tirx.Stmt | None:
         if _is_grid(loop):
@@ -188,10 +189,10 @@ class _Retarget:
         if isinstance(stmt.value, tirx.IntImm) or changes_nothing(stmt):
             return None
         if print_call(stmt) is not None:
-            return seq(report_statements(stmt.value, self._expr))
+            return sequence(report_statements(stmt.value, self._expr))
         if assert_call(stmt) is not None:
             failed = tirx.Not(self._expr(stmt.value.args[0]))
-            return tirx.IfThenElse(failed, seq(report_statements(stmt.value, self._expr)), None)
+            return tirx.IfThenElse(failed, sequence(report_statements(stmt.value, self._expr)), None)
         if name in _IN_LOOP:
             return tirx.Evaluate(tirx.Call("void", _IN_LOOP[name], []))
         op = parse_tile_op(stmt)
@@ -269,7 +270,3 @@ def _is_grid(stmt: tirx.Stmt) -> bool:
     if not isinstance(stmt, tirx.For) or stmt.thread_binding is None:
         return False
     return stmt.thread_binding.thread_tag.startswith("blockIdx")
-
-
-def _always(predicate: object) -> bool:
-    return isinstance(predicate, tirx.IntImm) and predicate.value == 1

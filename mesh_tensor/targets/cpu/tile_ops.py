@@ -14,7 +14,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.memory import strides_of
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.rewrite import neutral_element
+from mesh_tensor.tir.rewrite import neutral_element, sequence
 from mesh_tensor.tir.tile_ops import (
     Atomic,
     Copy,
@@ -40,7 +40,6 @@ from .exprs import (
     if_then,
     loop_nest,
     map_children,
-    seq,
     temporary,
 )
 from .reduce import ReduceLoops
@@ -185,7 +184,7 @@ class TileOps:
         src = [start + at for start, at in zip(op.src.mins, place, strict=True)]
         dst = [start + at for start, at in zip(op.dst.mins, place, strict=True)]
         running = tirx.BufferLoad(total, [zero])
-        step = seq(
+        step = sequence(
             [
                 tirx.BufferStore(
                     total, combine(op.reduction, running, cast(self._load(op.src.buffer, src), dtype)), [zero]
@@ -194,7 +193,7 @@ class TileOps:
             ]
         )
         start = tirx.BufferStore(total, neutral_element(op.reduction, dtype), [zero])
-        row = seq([tirx.AllocBuffer(total), start, loop_nest([(variables[op.dim], zero, along)], step)])
+        row = sequence([tirx.AllocBuffer(total), start, loop_nest([(variables[op.dim], zero, along)], step)])
         outer = [(v, zero, e) for d, (v, e) in enumerate(zip(variables, op.src.extents, strict=True)) if d != op.dim]
         return loop_nest(outer, row)
 
@@ -250,7 +249,7 @@ def _hoisted(stmt: tirx.Stmt) -> tirx.Stmt | None:
 
     new = _REBUILD[type(stmt)](stmt, taken)
     alone = isinstance(new, tirx.Evaluate) and isinstance(new.value, tirx.Var)
-    return seq(before if alone else [*before, new]) if before else None
+    return sequence(before if alone else [*before, new]) if before else None
 
 
 _REBUILD: dict[type, Callable[..., tirx.Stmt]] = {

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.narrowed import NARROWED
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 
 from .table import Function, Place, of_attributes, placed_torch_op, same_for_all, torch_op, with_numbers
@@ -96,7 +97,7 @@ def _identity(call: OpCall) -> Function:
     return lambda x, *_: x
 
 
-@torch_op("astype", "wrap_param")
+@torch_op("astype", "wrap_param", NARROWED)
 def _astype(call: OpCall) -> Function:
     """Floats become integers by dropping their fraction."""
     dtype = torch_dtype(call.outputs[0].dtype)

@@ -38,17 +38,18 @@ def _log_softmax_backward(call: OpCall) -> Function:
 @torch_op("nn.layer_norm")
 def _layer_norm(call: OpCall) -> Function:
     """Over the named dims; gamma and beta have these dims, in the order named."""
-    dims, eps = call.axes(call.attr("axes")), call.attr("epsilon")
-    scale, center = call.attr("scale"), call.attr("center")
+    dims, eps, scale, center = call.axes(call.attr("axes")), *map(call.attr, ("epsilon", "scale", "center"))
     shape = last_dims(call)
     if shape is not None:
         return lambda x, gamma, beta: F.layer_norm(x, shape, gamma if scale else None, beta if center else None, eps)
-    along = _along(dims, call.inputs[0].ndim)
+    return _norm(call, dims)
 
-    def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-        return _affine(_normalized(x, dims, eps), along(gamma), along(beta), scale, center)
 
-    return layer_norm
+def _norm(call: OpCall, affine_dims: tuple[int, ...]) -> Function:
+    """Over the dims `axes`; gamma and beta lie along `affine_dims`."""
+    dims, eps, scale, center = call.axes(call.attr("axes")), *map(call.attr, ("epsilon", "scale", "center"))
+    along = _along(affine_dims, call.inputs[0].ndim)
+    return lambda x, gamma, beta: _affine(_normalized(x, dims, eps), along(gamma), along(beta), scale, center)
 
 
 def last_dims(call: OpCall) -> tuple[int, ...] | None:
@@ -100,14 +101,7 @@ def _group_norm(call: OpCall) -> Function:
 @torch_op("nn.instance_norm")
 def _instance_norm(call: OpCall) -> Function:
     """Over the named dims; gamma and beta have one element per channel."""
-    dims, eps = call.axes(call.attr("axes")), call.attr("epsilon")
-    scale, center = call.attr("scale"), call.attr("center")
-    along = _along((call.axis(call.attr("channel_axis")),), call.inputs[0].ndim)
-
-    def instance_norm(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-        return _affine(_normalized(x, dims, eps), along(gamma), along(beta), scale, center)
-
-    return instance_norm
+    return _norm(call, (call.axis(call.attr("channel_axis")),))
 
 
 @torch_op("nn.batch_norm")

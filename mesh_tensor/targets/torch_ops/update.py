@@ -1,4 +1,4 @@
-"""`mesh.update`: the formulas of torch.optim, on one parameter; `mesh.narrowed`."""
+"""`mesh.update`: the formulas of torch.optim, on one parameter."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from mesh_tensor.rules.operator import OpCall
-from mesh_tensor.rules.operator.narrowed import NARROWED
 from mesh_tensor.rules.operator.update import UPDATE, UPDATE_IN_PLACE, optimizer_of, slots_of
 
-from ..dtypes import torch_dtype
 from ..tile_memory import empty_tile
 from .table import Function, torch_op
 
@@ -49,12 +47,6 @@ def _update_in_place(call: OpCall) -> Function:
         return (parameter.copy_(value) if kept else parameter, *slots)
 
     return update
-
-
-@torch_op(NARROWED)
-def _narrowed(call: OpCall) -> Function:
-    dtype = torch_dtype(call.outputs[0].dtype)
-    return lambda gradient: gradient.to(dtype)
 
 
 def _sgd(options: Any) -> Update:

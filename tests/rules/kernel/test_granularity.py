@@ -445,3 +445,19 @@ def test_parts_of_chunks(devices, first):
     moved = outline(lowered(func, {"x": devices}, split)) != ["kernel(X, Y)"]
     assert moved is (devices in (3, 8) or first == 4)
     torch.testing.assert_close(run(func, {"x": devices}, split, x), halves_of_chunks_reference(x, first))
+
+
+def test_blocks_that_threads_index_have_no_chunks():
+    @T.prim_func
+    def main(A: T.Tensor((8, 32), "float32"), C: T.Tensor((8,), "float32")):
+        with T.Kernel(2, threads=4) as bx:
+            thread = T.get_thread_binding(0)
+            c = T.alloc_local((1,), "float32")
+            T.clear(c)
+            for ko in T.serial(2):
+                for i in T.serial(16):
+                    c[0] += A[bx * 4 + thread, ko * 16 + i]
+            C[bx * 4 + thread] = c[0]
+
+    with pytest.raises(mt.MeshTensorError, match="the thread index 'thread'"):
+        mt.compile(mt.annotate(main, mt.Mesh({"x": 2}), {"A": {"x": 0}}), target="interpret")(torch.ones(8, 32))

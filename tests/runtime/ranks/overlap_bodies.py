@@ -16,6 +16,7 @@ from mesh_tensor.program.overlap import overlapped
 from mesh_tensor.runtime.ranks import ranks_of
 from mesh_tensor.runtime.ranks.carriers import Messages
 from mesh_tensor.runtime.ranks.faults import Faults
+from mesh_tensor.runtime.ranks.rank_backend import RankBackend
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
 from mesh_tensor.targets.kernels import Target, find_target
 
@@ -71,7 +72,7 @@ def events(rank, layouts, held, until):
     program = overlapped(lower_to_program(func), 3)
     ranks = in_a_call(ranks_of(program.mesh, None, "cpu"))
     target = Target("interpret", "cpu", False, recorder.compile)
-    launch = RankLaunch(program, target, ranks, Faults(ranks, "matmul"))
+    launch = RankLaunch(RankBackend(program, target, ranks, Faults(ranks, "matmul")))
     a, b = torch.randn(48, 32), torch.randn(32, 16)
     dims = PLACEMENTS[layouts]
     given = {name: t.chunk(2, dim)[rank].contiguous() for name, t, dim in zip("AB", (a, b), dims, strict=True)}
@@ -143,7 +144,8 @@ def raises_in_a_slab(rank):
     program = overlapped(lower_to_program(func), 3)
     ranks = ranks_of(program.mesh, None, "cpu")
     ranks.meet()
-    launch = RankLaunch(program, Target("interpret", "cpu", False, compiler), ranks, Faults(ranks, "matmul"))
+    target = Target("interpret", "cpu", False, compiler)
+    launch = RankLaunch(RankBackend(program, target, ranks, Faults(ranks, "matmul")))
     inputs = {"A": torch.ones(48, 16), "B": torch.ones(16, 16)}
     try:
         with ranks.calls.lane() as lane:

@@ -6,9 +6,10 @@ import torch
 from tvm import tirx
 
 from kernels.softmax import softmax
-from mesh_tensor.targets.cpu.fuse import accesses, fuse_loops, statements, walk
+from mesh_tensor.targets.cpu.fuse import accesses, fuse_loops, walk
 from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 from mesh_tensor.targets.cpu.retarget import retarget_for_cpu
+from mesh_tensor.tir.rewrite import statements
 
 N = 96
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 
 from tilelang import tvm
 
@@ -42,10 +43,11 @@ class Case:
     products: int = 0
     coordinates: int = 0
 
-    def local_kernels(self) -> list[KernelStep]:
+    @cached_property
+    def local_kernels(self) -> tuple[KernelStep, ...]:
         """What a device of a mesh of two runs, in order."""
         program = lower_to_program(mt.annotate(self.kernel, {"x": 2}, self.shardings), True)
-        return [step for step in program.steps if isinstance(step, KernelStep)]
+        return tuple(step for step in program.steps if isinstance(step, KernelStep))
 
 
 CASES = {
@@ -65,7 +67,7 @@ CASES = {
 def main() -> None:
     """Compile everything, and say how long it took and how large it is."""
     for name, case in CASES.items():
-        for step in case.local_kernels():
+        for step in case.local_kernels:
             for arch in ARCHITECTURES:
                 start = time.perf_counter()
                 size = len(cuda_binary(step.func, arch))

@@ -33,7 +33,7 @@ def entries(source):
 @pytest.mark.parametrize("name", CASES)
 def test_source(name, arch):
     case = CASES[name]
-    steps = case.local_kernels()
+    steps = case.local_kernels
     sources = [cuda_source(step.func, arch) for step in steps]
     assert len(sources) == case.kernels
     with_products = [source for source in sources if all(text in source for text in ARCHITECTURES[arch])]
@@ -58,7 +58,7 @@ def test_reducers_are_reducers_again():
 
 
 def test_the_coordinate_decides_who_adds_the_bias():
-    first, _ = CASES["matmul+bias+gelu, K split"].local_kernels()
+    first, _ = CASES["matmul+bias+gelu, K split"].local_kernels
     assert first.axes == ("x",)
     source = cuda_source(first.func, "sm_80")
     assert re.search(r"\bbias\b[^;]*\bint x\)", source)
@@ -68,7 +68,8 @@ def test_the_coordinate_decides_who_adds_the_bias():
 @pytest.mark.parametrize(
     ("name", "index", "arch"),
     [
-        *(("matmul, K split", index, arch) for index in (0, 1) for arch in ARCHITECTURES),
+        *(("matmul, K split", 0, arch) for arch in ARCHITECTURES),
+        ("matmul, K split", 1, "sm_90a"),
         ("matmul+bias+gelu, K split", 0, "sm_90a"),
         ("softmax, columns split", 1, "sm_80"),
         ("RMSNorm, columns split", 0, "sm_100a"),
@@ -77,7 +78,7 @@ def test_the_coordinate_decides_who_adds_the_bias():
 )
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc; `make cuda` compiles all kernels")
 def test_binary(name, index, arch):
-    step = CASES[name].local_kernels()[index]
+    step = CASES[name].local_kernels[index]
     binary = cuda_binary(step.func, arch)
     assert binary[:4] == b"\x7fELF"
     assert f"{step.name}_kernel".encode() in binary

@@ -9,8 +9,9 @@ from itertools import groupby
 from mesh_tensor.plan.explicit import ExplicitStep, Form
 from mesh_tensor.plan.ir import Graph, Scope, Value
 
+from .loop_step import Carried, LoopStep
 from .program import Parameter, Program, ProgramValue
-from .steps import Carried, LoopStep, Step
+from .steps import Step
 
 # The steps of a part of the plan as those of a program: made quick, and with lifetimes.
 Finish = Callable[[Sequence[Step], Sequence[Parameter]], tuple[Step, ...]]

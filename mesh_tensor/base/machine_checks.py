@@ -1,0 +1,65 @@
+"""What can't be, of a machine's numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .errors import shown
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+
+def problems_of(machine: Machine) -> Iterable[str]:
+    """What can't be, of a machine's numbers."""
+    if not isinstance(machine.name, str) or not machine.name:
+        yield f"its name is {shown(machine.name)}"
+    if not machine.flops:
+        yield "no rate of operations (flops)"
+    if not machine.memory:
+        yield "no memory"
+    yield from _above_zero({f"flops of {dtype}": rate for dtype, rate in machine.flops.items()})
+    for number, level in enumerate(machine.memory):
+        yield from _above_zero({f"memory[{number}].size": level.size, f"memory[{number}].rate": level.rate})
+    yield from _growing("memory", [level.size for level in machine.memory])
+    for link in machine.links:
+        yield from _above_zero({f"rate of link {link.name}": link.rate})
+        yield from _from_zero({f"start of link {link.name}": link.start, f"hop of link {link.name}": link.hop})
+    yield from _growing("links", [math.inf if link.devices is None else link.devices for link in machine.links])
+    yield from _from_zero(
+        {"launch": machine.launch, "call": machine.call, "busy": machine.busy, "price": machine.price or 0.0}
+    )
+    yield from _from_zero({"turn": machine.turn, "start": machine.start, "action": machine.action})
+    if isinstance(machine.busy, (int, float)) and machine.busy > 1:
+        yield f"busy is {machine.busy}, a share"
+    counts = {"devices": machine.devices, "processors": machine.processors}
+    yield from _above_zero({name: count for name, count in counts.items() if count is not None})
+    for name, roofline in machine.classes.items():
+        yield from _above_zero({f"flops of class {name}": roofline.flops, f"memory of class {name}": roofline.memory})
+        yield from _from_zero({f"start of class {name}": roofline.start})
+    yield from _above_zero({f"tuning.{name}": number for name, number in vars(machine.tuning).items()})
+
+
+def _above_zero(numbers: Mapping[str, object]) -> Iterable[str]:
+    for name, number in numbers.items():
+        if not _is_number(number) or number <= 0:  # type: ignore[operator]
+            yield f"{name} is {shown(number)}"
+
+
+def _from_zero(numbers: Mapping[str, object]) -> Iterable[str]:
+    for name, number in numbers.items():
+        if not _is_number(number) or number < 0:  # type: ignore[operator]
+            yield f"{name} is {shown(number)}"
+
+
+def _is_number(number: object) -> bool:
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+
+
+def _growing(what: str, sizes: Sequence[float]) -> Iterable[str]:
+    if any(not isinstance(size, (int, float)) for size in sizes):
+        yield f"{what} without a size"
+    elif any(inner >= outer for inner, outer in zip(sizes, sizes[1:], strict=False)):
+        yield f"{what} are not in order: the nearest and smallest comes first"
