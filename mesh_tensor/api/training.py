@@ -247,8 +247,9 @@ def _recomputed(mod: ir.IRModule, recompute: str | int | Sequence[str] | None) -
         refuse(problems, where="recompute", fix="name submodules that give one tensor, as 'blocks.*'")
     found = {value for values in kept.values() for value in values}
     named = {theirs: ours for theirs, ours in source_names(mod["main"]).items() if ours in found}
-    inner = {ours for name, ours in named.items() if any(name.startswith(f"{outer}.") for outer in named)}
-    return [value for value in found if value not in inner or value in wanted]
+    # A submodule's value may be that of one inside it, too: "0" and "0.4" of nn.Sequential.
+    outermost = {ours for name, ours in named.items() if not any(name.startswith(f"{outer}.") for outer in named)}
+    return [value for value in found if value in outermost or value not in named.values() or value in wanted]
 
 
 def _trained(module: ImportedModule) -> list[str]:

@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.importers.imported import MORE_ROUNDING
 from mesh_tensor.importers.torch_dropout import kept_whole
+from mesh_tensor.importers.torch_exact import in_float64, interpreted
 from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.rules.operator.dropout import without_dropout
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.sequential import run_sequential
 from mesh_tensor.targets.dtypes import torch_dtype
 
-from .training_import import ImportedLoss, Tensors, WithLoss, first_result, loss_of
+from .training_import import ImportedLoss, Tensors, WithLoss, loss_of
 
 _TOLERANCE = 1e-3  # of the largest element of a gradient, or of the loss
 _NARROW_TOLERANCE = 5e-2  # in 16 bits
 _ROUNDING, _NARROW_ROUNDING = 1e-6, 2e-3  # of the largest element of all gradients
-_MORE_ROUNDING = 8.0  # times torch's own
 
 
 @undisturbed
@@ -53,7 +53,7 @@ def check_gradients(model: nn.Module, found: ImportedLoss, inputs: Tensors, trai
     problems = []
     for n, name in enumerate(trained if rounded else ()):
         least = (_ROUNDING if tolerances[n] == _TOLERANCE else _NARROW_ROUNDING) * scale
-        allowed = min(tolerances[n] * scale, max(_MORE_ROUNDING * rounded[n], least))
+        allowed = min(tolerances[n] * scale, max(MORE_ROUNDING * rounded[n], least))
         if not (is_near[n] or off[n] <= allowed):
             size = f"its largest element is {sizes[n]:.2g}, and that of all {scale:.2g}"
             problems.append(f"the gradient of {name!r} differs by {off[n]:.2g}, where {size}")
@@ -117,34 +117,19 @@ def _named(mod: Any, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {param.name_hint: tensor for param, tensor in zip(params, inputs, strict=False)}
 
 
-class _InFloat64(torch.fx.Interpreter):
-    """Takes every conversion to floats as one to float64."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map(lambda arg: torch.float64 if _is_float(arg) else arg, (args, kwargs))
-        return super().call_function(target, args, kwargs)
-
-
-def _is_float(arg: object) -> bool:
-    return isinstance(arg, torch.dtype) and arg.is_floating_point
-
-
 def _rounded(
     program: torch.export.ExportedProgram, model: nn.Module, inputs: Tensors, wanted: Sequence[nn.Parameter]
 ) -> list[float]:
     """By how much a program's gradients in torch differ from those in float64; infinite, where there are none."""
 
-    def wide(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.detach().double() if is_float else value
-
-    copies = {parameter: wide(parameter).requires_grad_() for parameter in wanted}
+    copies = {parameter: in_float64(parameter).requires_grad_() for parameter in wanted}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    values = {name: wide(value) for name, value in {**program.state_dict, **program.constants}.items()}
-    values |= {name: copies[p] if p in copies else wide(p) for name, p in parameters.items()}
+    values = {name: in_float64(value) for name, value in {**program.state_dict, **program.constants}.items()}
+    values |= {name: copies[p] if p in copies else in_float64(p) for name, p in parameters.items()}
     made = torch.autograd.grad(loss_of(program, model, inputs), wanted, allow_unused=True)
     try:
-        loss = first_result(_InFloat64(program.graph_module), program, values, [wide(tensor) for tensor in inputs])
+        with torch.enable_grad():
+            loss = interpreted(program, values, [in_float64(tensor) for tensor in inputs], exact=True)[0]
         exact = torch.autograd.grad(loss, list(copies.values()), allow_unused=True)
     except (RuntimeError, TypeError):  # parts of it need their own dtypes
         return [math.inf] * len(wanted)

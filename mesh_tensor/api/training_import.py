@@ -3,7 +3,7 @@ may come in microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export.graph_signature import InputKind
 from tvm import relax
 
 from mesh_tensor.annotations.names import Fresh, renamed_parameters
@@ -19,6 +18,7 @@ from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.importers.imported import identifiers
 from mesh_tensor.importers.torch_dropout import counted, has_seed
+from mesh_tensor.importers.torch_exact import interpreted
 from mesh_tensor.importers.torch_frontend import from_torch
 from mesh_tensor.plan.accumulate import Microbatches
 
@@ -124,23 +124,8 @@ def _imported(
 def loss_of(program: torch.export.ExportedProgram, model: nn.Module, given: Tensors) -> torch.Tensor:
     """What a program gives first, of the model's own parameters, so that gradients can be taken."""
     values = {**program.state_dict, **program.constants, **dict(model.named_parameters(remove_duplicate=False))}
-    return first_result(torch.fx.Interpreter(program.graph_module), program, values, given)
-
-
-def first_result(
-    interpreter: torch.fx.Interpreter,
-    program: torch.export.ExportedProgram,
-    values: Mapping[str, Any],
-    given: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    """What a program gives first, of these values and inputs, as an interpreter of it runs it."""
-    inputs = iter(given)
-    taken = [
-        next(inputs) if spec.kind == InputKind.USER_INPUT else values[str(spec.target)]
-        for spec in program.graph_signature.input_specs
-    ]
     with torch.enable_grad():
-        return interpreter.run(*taken)[0]
+        return interpreted(program, values, given)[0]
 
 
 def _renamed(module: ImportedModule, names: list[str]) -> ImportedModule:

@@ -28,6 +28,7 @@ from tvm import ir
 from mesh_tensor.base.errors import listing, refuse
 
 from .imported import JOINT, is_joint
+from .torch_exact import interpreted
 
 CONSTANTS = {InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 _INPUTS = {InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
@@ -272,12 +273,8 @@ def results_of(program: torch.export.ExportedProgram, args: Sequence[Any], kwarg
     """What torch computes for these arguments, in the order of the program; buffers that it writes are written."""
     if not is_joint(program):
         return pytree.tree_leaves(program.module()(*args, **kwargs))
-    values, given = {**program.state_dict, **program.constants}, iter(pytree.tree_leaves((args, kwargs)))
-    taken = [
-        next(given) if spec.kind == InputKind.USER_INPUT else values[str(spec.target)]
-        for spec in program.graph_signature.input_specs
-    ]
-    made, written = torch.fx.Interpreter(program.graph_module).run(*taken), written_buffers(program)
+    values = {**program.state_dict, **program.constants}
+    made, written = interpreted(program, values, pytree.tree_leaves((args, kwargs))), written_buffers(program)
     for buffer, new in zip(written, made, strict=False):
         values[buffer.target].copy_(new)
     return list(made[len(written) :])

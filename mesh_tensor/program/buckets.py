@@ -9,6 +9,9 @@ it is full, or when something needs a part of it, so that gradients are on their
     all_reduce d_w1             split bucket -> d_w2, d_b2, d_w1, before one of them is used
 
 A tensor joins where copying it takes less than to start a collective of its own.
+
+Weights that are gathered before they are used, as under ZeRO-3, go in buckets, too: those of as many products as a
+layer has, while the layer before is computed.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from .program import ProgramValue
 from .steps import CollectiveStep, OpStep, Step
 
 _STARTS = 30  # as long as so many of its starts take, a bucket is on its way
+_LAYER = 8  # products whose weights come together: as many as a layer of a transformer has
 _WHERE = "a bucket"
 _ALL_REDUCE, _REDUCE_SCATTER = BETWEEN[Partial, Replicate].name, BETWEEN[Partial, Shard].name
 _ALL_GATHER = BETWEEN[Shard, Replicate].name
@@ -76,13 +80,20 @@ class _Buckets:
             for name in step.writes:
                 writes[values[name].storage] = writes.get(values[name].storage, 0) + 1
         self._written_once = {storage for storage, count in writes.items() if count == 1}
+        self._given = {value.storage for value in values.values()} - writes.keys()
+        self._weights = self._layers()
 
     def made(self) -> tuple[Sequence[Step], dict[str, ProgramValue]]:
         """All of the steps."""
-        for step in self._steps:
+        early = {id(member) for buckets in self._weights.values() for bucket in buckets for member in bucket.members}
+        for index, step in enumerate(self._steps):
+            for bucket in self._weights.get(index, ()):
+                self._send(bucket)
             self._send_what_is_needed(step)
             member, way = step.starts, self._way(step.starts)
-            if member is None or way is None:
+            if id(member) in early:
+                continue
+            if member is None or way is None or self._is_given(member):
                 self._result.append(step)
                 continue
             bucket = self._open.setdefault(way, _Bucket(way))
@@ -94,6 +105,30 @@ class _Buckets:
             self._send(bucket)
         self._result += self._sent
         return self._result, self._added
+
+    def _layers(self) -> dict[int, list[_Bucket]]:
+        """Buckets of weights, by the steps that they go before: those from which on the bucket before is used."""
+        buckets: dict[_Way, list[tuple[int, int, _Bucket]]] = {}  # after so many products, at which step
+        products = 0
+        for index, step in enumerate(self._steps):
+            products += step.is_long
+            member, way = step.starts, self._way(step.starts)
+            if member is None or way is None or way.kind != _ALL_GATHER or not self._is_given(member):
+                continue
+            size, mine = self._values[member.dst].tile_bytes, buckets.setdefault(way, [])
+            if not mine or products >= mine[-1][0] + _LAYER or mine[-1][2].bytes + size > self._most(way):
+                mine.append((products, index, _Bucket(way)))
+            mine[-1][2].members.append(member)
+            mine[-1][2].bytes += size
+        made: dict[int, list[_Bucket]] = {}
+        for mine in buckets.values():
+            for (_, index, _), (_, _, bucket) in zip((mine[0], *mine), mine, strict=False):
+                if len(bucket.members) > 1:
+                    made.setdefault(index, []).append(bucket)
+        return made
+
+    def _is_given(self, member: CollectiveStep) -> bool:
+        return self._values[member.src].storage in self._given
 
     def _way(self, step: CollectiveStep | None) -> _Way | None:
         """How a collective's tensor goes, if it may go with others."""
@@ -109,7 +144,9 @@ class _Buckets:
             return None
         if not (src.sharding.is_in_mesh_order and dst.sharding.is_in_mesh_order):
             return None  # a bucket's parts are in the mesh's order
-        if not {src.storage, dst.storage} <= self._written_once or not _lies_in_parts(step, src, dst):
+        if dst.storage not in self._written_once or src.storage not in self._written_once | self._given:
+            return None
+        if not _lies_in_parts(step, src, dst):
             return None
         return _Way(step.kind, step.axes, step.op, src.dtype)
 
@@ -135,7 +172,8 @@ class _Buckets:
                 self._result.append(parted)
 
     def _send(self, bucket: _Bucket) -> None:
-        del self._open[bucket.way]
+        if self._open.get(bucket.way) is bucket:
+            del self._open[bucket.way]
         if len(bucket.members) == 1:
             self._result += bucket.members
             return

@@ -132,6 +132,15 @@ def test_as_many_are_dropped_as_was_said(p):
         assert all(float(both.double().mean()) == pytest.approx(p * p, abs=0.01) for both in pairs)
 
 
+@pytest.mark.parametrize("p", [0.5, 1.0])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(p, wrong):
+    """Dropping is multiplying with 0, as in torch."""
+    x = torch.full((64,), wrong)
+    ours, theirs = counted_dropout(x, torch.tensor(1), p, 0), F.dropout(x, p, True)
+    assert set(map(str, ours.tolist())) == set(map(str, theirs.tolist()))
+
+
 class Attention(nn.Module):
     def __init__(self, **options):
         super().__init__()

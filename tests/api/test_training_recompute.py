@@ -118,3 +118,19 @@ def test_what_is_refused(recompute, said):
 def test_a_model_without_layers():
     with pytest.raises(mt.MeshTensorError, match="of a model without layers"):
         _step("full", nn.Linear(8, 5))
+
+
+def test_names_of_submodules_that_end_in_another():
+    """Layers that are `nn.Sequential` give what their last submodule gives."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
+    model = nn.Sequential(*layers, nn.Linear(8, 5))
+    kept, names, pattern = (
+        _run(_step(way, model), {"data": 2}, {"input": {"data": 0}, "target": {"data": 0}})
+        for way in (None, ["0", "2"], ["?"])
+    )
+    assert peak_bytes(pattern[0].program) < peak_bytes(kept[0].program) * 0.8
+    assert peak_bytes(names[0].program) < peak_bytes(kept[0].program)
+    for mine, other, expected in zip(names[1], pattern[1], kept[1], strict=True):
+        assert torch.equal(mine, expected)
+        assert torch.equal(other, expected)

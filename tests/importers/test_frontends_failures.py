@@ -10,6 +10,7 @@ from torch import nn
 
 import mesh_tensor as mt
 from mesh_tensor.importers import torch_ops
+from mesh_tensor.importers.imported import refuse_differences
 
 
 class Call(nn.Module):
@@ -81,6 +82,21 @@ def test_results_that_differ(monkeypatch):
     text = refused(nn.GELU(), torch.randn(4, 4))
     assert "result 0 differs from torch's by" in text
     assert "example inputs" in text
+
+
+@pytest.mark.parametrize(("found", "exact", "is_wrong"), [(1.002, 1.0005, False), (1.002, 1.0, True), (1.2, 0.9, True)])
+def test_float64_tells_what_rounding_changes(found, exact, is_wrong):
+    """What torch's own result is off, another may be, too; but little."""
+
+    def compared():
+        results, expected, wide = torch.tensor(found), [torch.tensor(1.0)], [torch.tensor(exact, dtype=torch.float64)]
+        refuse_differences(results, expected, "torch", "here", "don't", exact=lambda: wide)
+
+    if is_wrong:
+        with pytest.raises(mt.MeshTensorError, match="result 0 differs"):
+            compared()
+    else:
+        compared()
 
 
 def test_written_inputs():

@@ -23,10 +23,13 @@ def architectures() -> list[Architecture]:
 def declare_torchvision() -> None:
     """torchvision's own operators, as far as importing it takes: where it was built for CUDA and torch was not, they
     don't load. No model of the table uses them."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in _NEEDED_BY_TORCHVISION:
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _LIBRARIES.append(library)
+    try:
+        import torchvision  # noqa: F401  # where they load, they must not be there before
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in _NEEDED_BY_TORCHVISION:
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _LIBRARIES.append(library)
 
 
 _LIBRARIES: list[torch.library.Library] = []

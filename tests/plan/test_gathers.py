@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import mesh_tensor as mt
+from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.program.steps import CollectiveStep, FreeStep, OpStep, WaitStep
 from mesh_tensor.rules.operator.cost import class_of
+
+# Where collectives start at once, nothing is copied to go together.
+AT_ONCE = replace(CPU, links=tuple(replace(link, start=1e-12) for link in CPU.links))
 
 
 class Layers(nn.Module):
@@ -51,7 +56,7 @@ def _trained(mesh, count=4, width=10, axes=("data",), **options):
 def test_weights_arrive_as_they_lie():
     """Once for each layer's product, once for the gradient of what it takes; the last one stays from one to the other.
     Bytes are those of ZeRO-3's closed form: of p - 1 of p parts of each weight."""
-    program = _trained({"data": 2}, count=4, width=10, poison=True)
+    program = _trained({"data": 2}, count=4, width=10, poison=True, machine=AT_ONCE)
     gathers = _gathers(program)
     assert Counter(step.src for step in gathers) == {f"layers_{n}_weight": 1 if n in (0, 3) else 2 for n in range(4)}
     assert sum(step.bytes for step in gathers) == 6 * 10 * 10 * 4 // 2
@@ -61,7 +66,7 @@ def test_weights_arrive_as_they_lie():
 
 def test_they_come_ahead_and_go_at_once():
     """Each is started before an earlier product, and forgotten after the last step that takes it."""
-    steps = _trained({"data": 2}, count=6).steps
+    steps = _trained({"data": 2}, count=6, machine=AT_ONCE).steps
     waits = {s.collective.dst: n for n, s in enumerate(steps) if isinstance(s, WaitStep)}
     starts = {s.dst: n for n, s in enumerate(steps) if isinstance(s, CollectiveStep)}
     ends = {s.storage: n for n, s in enumerate(steps) if isinstance(s, FreeStep)}

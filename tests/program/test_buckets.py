@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import mesh_tensor as mt
 from mesh_tensor.base.machine import Link
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.program.steps import WaitStep
 from mesh_tensor.program.verify import peak_bytes
 
 DATA = {"x": {"data": 0}, "target": {"data": 0}}
@@ -47,8 +48,11 @@ def _sent(run):
         ({"data": 2, "model": 2}, DATA | TENSOR, 0, 2),
         ({"data": 2, "model": 2}, DATA | TENSOR, 2, 10),
         ({"pod": 2, "data": 2}, {"x": {"pod": 0, "data": 0}, "target": {"pod": 0, "data": 0}}, 1, 5),
+        ({"data": 2}, DATA, 3, 4),
+        ({"data": 4}, DATA, 3, 9),
+        ({"data": 2, "model": 2}, DATA | TENSOR, 3, 9),
     ],
-    ids=["data", "zero 1", "uneven", "both", "both, zero 2", "two axes"],
+    ids=["data", "zero 1", "uneven", "both", "both, zero 2", "two axes", "zero 3", "uneven, zero 3", "both, zero 3"],
 )
 def test_the_bits_of_each_by_itself(mesh, layout, zero, most):
     step, x, y = _step(zero=zero, clip_norm=1.0)
@@ -86,6 +90,38 @@ def test_large_tensors_go_by_themselves():
     alone = [made for made in run.program.collectives if "together" not in made.reason]
     assert (18, 18) in [run.program.values[made.src].shape for made in alone]
     assert _sent(run)["all_reduce", "data"] == 3
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(24))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def test_weights_of_a_layer_come_together_while_the_one_before_is_computed():
+    """Eight products' are on their way while the eight before are computed, and none before that."""
+    torch.manual_seed(0)
+    model, x, y = Deep(), torch.randn(4, 8), torch.randn(4, 8)
+    step = mt.training_step(model, F.mse_loss, (x, y), optimizer="sgd", lr=0.1, zero=3, check=False)
+    run = mt.distribute_module(step, {"data": 2}, DATA, poison=True)
+    for _ in range(2):
+        assert float(run(x, y)) > 0
+    steps = run.program.steps
+    sent = [(n, one) for n, one in enumerate(steps) if one.starts is not None and one.starts.kind == "all_gather"]
+    assert all(one.src.startswith("bucket") for _, one in sent)
+    waits = {one.collective.dst: n for n, one in enumerate(steps) if isinstance(one, WaitStep)}
+    for start, one in sent[1:]:
+        assert 4 <= len([s for s in steps[start : waits[one.dst]] if s.is_long]) <= 16, one.words
+    for (_, one), (later, _) in zip(sent[1:], sent[3:], strict=False):
+        assert waits[one.dst] < later
+    assert len(sent) <= 9
+    (launch,) = run._module._launches
+    assert launch._run.peak_bytes == peak_bytes(run.program)
 
 
 def test_what_is_held_is_what_the_run_measures():

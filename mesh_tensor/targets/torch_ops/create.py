@@ -122,11 +122,12 @@ _ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)),
 def dropped(
     x: Tensor, seed: Tensor, probability: float, stream: int, shape: Sequence[int], offset: Sequence[int]
 ) -> Tensor:
-    """A tile of a tensor of `shape`, which begins at `offset`, without the elements that are dropped."""
+    """A tile of a tensor of `shape`, which begins at `offset`, whose dropped elements are multiplied with 0: what is
+    not finite stays NaN, as in torch."""
     if probability == 0:
         return x.clone()
     if probability == 1:
-        return torch.zeros_like(x)
+        return x * 0
     places = torch.zeros((), dtype=torch.int64, device=x.device)
     stride = 1
     for dim in reversed(range(x.ndim)):
@@ -136,7 +137,7 @@ def dropped(
     key = _mixed(_mixed(seed.to(x.device) * _GOLDEN) + stream)
     numbers = _mixed(places.mul_(_GOLDEN).add_(key) if places.ndim else places * _GOLDEN + key)
     stays = numbers.bitwise_and_((1 << _BITS) - 1) >= round(probability * (1 << _BITS))
-    return torch.where(stays, x * (1 / (1 - probability)), torch.zeros((), dtype=x.dtype, device=x.device))
+    return (x * (1 / (1 - probability))).mul_(stays)
 
 
 def _mixed(numbers: Tensor) -> Tensor:

@@ -1,0 +1,53 @@
+"""What a program computes in torch, also in float64: that tells rounding from what is another result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+
+def interpreted(
+    program: torch.export.ExportedProgram, values: Mapping[str, Any], given: Sequence[Any], *, exact: bool = False
+) -> Any:
+    """What the program's graph gives for the inputs `given`, its weights and constants being `values`, by name.
+    `exact`: every conversion to floats is one to float64."""
+    inputs = iter(given)
+    taken = [
+        next(inputs) if spec.kind == InputKind.USER_INPUT else values[str(spec.target)]
+        for spec in program.graph_signature.input_specs
+    ]
+    return (_InFloat64 if exact else torch.fx.Interpreter)(program.graph_module).run(*taken)
+
+
+def results_in_float64(program: torch.export.ExportedProgram, given: Sequence[Any]) -> list[torch.Tensor]:
+    """The results for these inputs, in float64, of a program that writes nothing; none of them, where parts of it need
+    their own dtypes."""
+    values = {name: in_float64(value) for name, value in {**program.state_dict, **program.constants}.items()}
+    try:
+        with torch.no_grad():
+            made = interpreted(program, values, [in_float64(value) for value in given], exact=True)
+    except (RuntimeError, TypeError):
+        return []
+    return [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+
+
+def in_float64(value: Any) -> Any:
+    """A copy of a tensor of floats in float64; anything else as it is."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.detach().to(torch.float64, copy=True) if is_float else value
+
+
+class _InFloat64(torch.fx.Interpreter):
+    """Takes every conversion to floats as one to float64."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map(lambda arg: torch.float64 if _is_float(arg) else arg, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+
+def _is_float(arg: object) -> bool:
+    return isinstance(arg, torch.dtype) and arg.is_floating_point
