@@ -60,10 +60,15 @@ def counted(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
     seeds = [spec.arg.name for spec in program.graph_signature.input_specs if spec.arg.name == SEED_NAME]
     if not seeds:
         args, kwargs = program.example_inputs or ((), {})
-        if kwargs or program.example_inputs is None or program.range_constraints:
+        problems = {
+            "inputs by name": bool(kwargs),
+            "nested inputs": any(isinstance(arg, (tuple, list, dict)) for arg in args),
+            "open sizes": bool(program.range_constraints),
+            "no example inputs": program.example_inputs is None,
+        }
+        if any(problems.values()):
             refuse(
-                "a program with dropout and "
-                + ("inputs by name" if kwargs else "open sizes" if program.range_constraints else "no example inputs"),
+                f"a program with dropout and {', '.join(what for what, is_so in problems.items() if is_so)}",
                 fix="export it with inputs in order, of known sizes",
             )
         specs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]

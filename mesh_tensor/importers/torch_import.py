@@ -44,6 +44,8 @@ from .torch_program import (
     written_buffers,
 )
 
+_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+
 
 @uncollected
 def import_torch(
@@ -291,18 +293,35 @@ def _results(program: torch.export.ExportedProgram) -> dict[str, torch.fx.Node]:
     """From submodules to the nodes that make what they give, where that is one tensor beside what they write; calls of
     one that is called several times are "fc@0", "fc@1", ..."""
     found: dict[str, set[torch.fx.Node]] = {}
-    signature = program.graph_signature
-    written = signature.buffers_to_mutate.keys() - set(signature.user_outputs)
+    kept = _only_written(program)
     for node in program.graph.nodes:
-        is_kept = node.name in written and all(user.op == "output" for user in node.users)
         is_size = isinstance(node.meta.get("val"), torch.SymInt)
-        if node.op == "call_function" and not is_kept and not is_size:
+        if node.op == "call_function" and node not in kept and not is_size:
             for path in _paths(node) - _inside_all_users(node):
                 found.setdefault(path, set()).add(node)
     again = {path.partition("@")[0] for path in found if "@" in path}
     return {
         f"{path}@0" if path in again else path: next(iter(nodes)) for path, nodes in found.items() if len(nodes) == 1
     }
+
+
+def _only_written(program: torch.export.ExportedProgram) -> set[torch.fx.Node]:
+    """The nodes of which nothing but what the program writes depends, perhaps by way of another call."""
+    signature = program.graph_signature
+    written = signature.buffers_to_mutate.keys() - set(signature.user_outputs)
+    found: set[torch.fx.Node] = set()
+
+    def keeps(user: torch.fx.Node, node: torch.fx.Node) -> bool:
+        if user.op == "output":
+            return node.name in written
+        if user.target is _BATCH_NORM and user.args[5]:  # in training it gives the running statistics on
+            return node not in user.args[:3]
+        return user in found
+
+    for node in reversed(program.graph.nodes):
+        if node.op == "call_function" and node.users and all(keeps(user, node) for user in node.users):
+            found.add(node)
+    return found
 
 
 def _inside_all_users(node: torch.fx.Node) -> set[str]:

@@ -60,6 +60,7 @@ def batch_parts(
     *,
     shapes_of: ir.IRModule | None = None,
     stated: Collection[str] = (),
+    by_itself: Collection[str] = (),
     quotients: str | None = None,
     through_stops: bool = True,
     own_seeds: bool = False,
@@ -73,6 +74,7 @@ def batch_parts(
         shapes_of: the module with known sizes, where it has open ones.
         stated: bindings whose results are taken as rows of their parts (or means, if they are numbers), although they
             are made of all rows: statistics of a batch norm are those of each part then.
+        by_itself: bindings that are those of each part: they take no totals.
         quotients: what a sum over rows is that is divided by as many as there are elements, or rows, in a part: a
             "mean", as the number is larger for the batch, or a "sum", as it is a constant; None: it is not known.
         through_stops: what depends on what is trained only where no gradient goes through depends on it, too: totals
@@ -86,7 +88,8 @@ def batch_parts(
     if own_seeds:
         anywhere = {node: replace(rules[node], positional=frozenset()) for node in graph.nodes if _drops(node)}
         rules = {**rules, **anywhere}
-    known = _Kinds(graph, rules, inputs, trained, stated, quotients, shapes_of is not None, through_stops, written)
+    is_open = shapes_of is not None
+    known = _Kinds(graph, rules, inputs, trained, stated, by_itself, quotients, is_open, through_stops, written)
     kinds = tuple(known.of[value] for value in leaves(graph.result))
     if not known.uses and not known.shared:
         return BatchParts(mod, kinds)
@@ -110,6 +113,7 @@ class _Kinds:
     inputs: Collection[str]
     trained: Collection[str]
     stated: Collection[str]
+    by_itself: Collection[str]
     quotients: str | None
     shapes_are_chosen: bool
     through_stops: bool
@@ -179,7 +183,7 @@ class _Kinds:
         helps."""
         made = result_kinds(node, self.rules[node], kinds)
         added = [i for i, kind in enumerate(kinds) if isinstance(kind, (Sum, Mean)) and self._countable(node, i)]
-        if not isinstance(made[0], Mixed):
+        if not isinstance(made[0], Mixed) or _name(node) in self.by_itself:
             return made
         for chosen in (added[-1:], added):
             tried = [Fixed(self._varying(v)) if i in chosen else kinds[i] for i, v in enumerate(node.inputs)]

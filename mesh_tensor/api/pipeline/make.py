@@ -120,6 +120,8 @@ def pipeline(
     made._constants, made._form = constants, model.form if isinstance(model, ImportedModule) else None
     made._machine = on or CPU
     made._scale = LossScale.make(loss_scale)
+    if made._scale is not None and not made.trained:
+        refuse(f"loss_scale={shown(loss_scale)}, but no gradients are taken", fix="leave it out, or pass train=True")
     made._read_results(microbatches, reduction, per_microbatch)
     made.memory |= held_memory(flow, kinds, made.inputs)
     made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), limit)

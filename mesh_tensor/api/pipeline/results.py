@@ -108,6 +108,7 @@ def results_of(
         [*trained, *large, *flow.state],  # what needs these takes a stage
         shapes_of=sized,
         stated=stated,
+        by_itself=flow.above([*stated, *flow.state.values()]),  # what the next microbatch takes is of this one
         quotients="mean" if sized is not None and reduction is None else reduction,
         own_seeds=True,
         written=flow.state,

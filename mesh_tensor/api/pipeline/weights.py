@@ -147,13 +147,15 @@ class StageWeights:
             MeshTensorError: a weight would not be finite, or on ranks: the rule raised on one. All stay as they were.
         """
         made, states, bad, error, doing = {}, {}, list[str](), None, "update of a pipeline"
+        if may_overflow:  # all know before the rule runs, which may wait for others
+            every = [(name, gradient) for found in gradients.values() for name, gradient in found.items()]
+            bad = [name for name, gradient in every if not_finite({name: _parts(gradient)})]
+            if self._found_bad(bad, error, doing, may_overflow):
+                return False
         try:
             for stage, found in gradients.items():
                 for name, gradient in found.items():
                     doing = f"update of a pipeline, the rule on weight {name!r} of stage {stage}"
-                    if may_overflow and not_finite({name: _parts(gradient)}):
-                        bad.append(name)
-                        continue
                     state = states[name, stage] = _copied(self.of_rules.get((name, stage), {}))
                     made[name, stage] = self._ruled(rule, stage, name, sums.get(name, gradient), state, scale)
                     if not_finite({name: _parts(made[name, stage])}):

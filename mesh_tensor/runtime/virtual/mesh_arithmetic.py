@@ -228,7 +228,7 @@ _UNARY = (
     "abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos "
     "atan sinh cosh tanh asinh acosh atanh sigmoid erf erfc relu sign sgn floor ceil trunc round frac logical_not "
     "bitwise_not isnan isinf isfinite nan_to_num clamp clamp_min clamp_max clip gelu silu softplus elu leaky_relu "
-    "hardtanh relu6 hardswish mish logsigmoid"
+    "hardtanh relu6 hardswish mish logsigmoid float double half bfloat16"
 )
 _SEVERAL = (
     "add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power maximum minimum "
@@ -250,7 +250,7 @@ def _functions() -> dict[Callable[..., Any], str]:
     found: dict[Callable[..., Any], str] = {}
     for name in f"{_UNARY} {_SEVERAL}".split():
         for place in (torch, torch.Tensor, torch.nn.functional):
-            if function := getattr(place, name, None):
+            if callable(function := getattr(place, name, None)):  # torch.float is a dtype
                 found.setdefault(function, name)
     others = _REFLECTED_AND_OTHERS.split()
     for operator, name in (*_OPERATORS.items(), *zip(others, others, strict=True)):
