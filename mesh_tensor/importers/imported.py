@@ -132,7 +132,7 @@ class CallForm:
         Raises:
             MeshTensorError: arguments of another structure, or a number other than the one that was recorded.
         """
-        if not named and len(args) == self._in_order and all(type(arg) is torch.Tensor for arg in args):
+        if not named and len(args) == self.in_order and all(type(arg) is torch.Tensor for arg in args):
             return list(args)
         recorded, recorded_named = self.inputs.unflatten([None] * self.inputs.num_leaves)
         if set(named) != set(recorded_named) or len(args) != len(recorded):
@@ -153,8 +153,8 @@ class CallForm:
         return [leaf for number, leaf in enumerate(leaves) if number not in self.given]
 
     @cached_property
-    def _in_order(self) -> int | None:
-        """How many tensors, and nothing else, the model takes in order."""
+    def in_order(self) -> int | None:
+        """How many tensors the model takes in order, if it takes nothing else."""
         in_order, named = self.inputs.children()
         plain = not named.num_children and not self.given and all(child.is_leaf() for child in in_order.children())
         return in_order.num_children if plain else None
@@ -186,8 +186,8 @@ def call_tensors(
     if form is None:
         return list(flat_arguments(args)), dict(named)
     passed = {name: tensor for name, tensor in named.items() if form.is_other(name)}
-    if passed and len(passed) == len(named) and not args:
-        return [], passed
+    if passed and len(passed) == len(named) and (not args or form.in_order is not None):
+        return list(args), passed
     return form.tensors(args, {name: given for name, given in named.items() if name not in passed}), passed
 
 

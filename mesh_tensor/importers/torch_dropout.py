@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 from tvm import relax
 
 from mesh_tensor.base.errors import refuse
@@ -62,7 +63,7 @@ def counted(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
         args, kwargs = program.example_inputs or ((), {})
         problems = {
             "inputs by name": bool(kwargs),
-            "nested inputs": any(isinstance(arg, (tuple, list, dict)) for arg in args),
+            "nested inputs": not all(pytree.tree_structure(arg).is_leaf() for arg in args),
             "open sizes": bool(program.range_constraints),
             "no example inputs": program.example_inputs is None,
         }

@@ -103,3 +103,29 @@ def test_a_dynamic_scale_falls_where_gradients_overflow():
     fixed(x, y)
     with pytest.raises(MeshTensorError, match="not finite"):
         fixed.update(sgd)
+
+
+def test_a_scale_without_gradients_is_refused():
+    model, x, y = Small(torch.float16), torch.randn(12, 8), torch.randn(12, 4)
+    module = mt.from_torch(torch.export.export(model, (x[:3], y[:3])))
+    with pytest.raises(MeshTensorError, match="loss_scale=8.0, but no gradients are taken"):
+        mt.pipeline(module, TOPOLOGY, ["a"], microbatches=4, loss_scale=8.0)
+
+
+def test_a_rule_keeps_weights_in_float32():
+    def rule(weight, gradient, state):
+        state["master"] = state.get("master", weight.float()) - 100 * gradient
+        return state["master"]
+
+    model, x, y = Small(torch.bfloat16), torch.randn(12, 8), torch.randn(12, 4)
+    module = mt.from_torch(torch.export.export(model, (x[:3], y[:3])))
+    run = mt.pipeline(module, TOPOLOGY, ["a"], {"a.weight": {"d": 0}}, microbatches=4, train=True)
+    masters = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
+    for _ in range(3):
+        run(x, y)
+        masters = {name: master - 100 * run.gradients()[module.names[name]] for name, master in masters.items()}
+        run.update(rule)
+    state = run.state_dict()
+    for name, master in masters.items():
+        assert torch.equal(state[f"update.master.{name}"], master)
+        assert torch.equal(state[name], master.bfloat16())

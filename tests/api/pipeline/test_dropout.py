@@ -45,7 +45,7 @@ def test_dropout_is_that_of_each_microbatch(schedule, recompute):
             parts.append(F.mse_loss(model.last(kept), wanted))
         loss = torch.stack(parts).mean()
         loss.backward()
-        torch.testing.assert_close(run(x, y, torch.tensor(seed)), loss.detach())
+        torch.testing.assert_close(run(x, y, dropout_seed=torch.tensor(seed)), loss.detach())
         losses.add(float(loss.detach()))
         gradients = run.gradients()
         for name, weight in model.named_parameters():

@@ -83,6 +83,29 @@ def test_statistics_go_from_microbatch_to_microbatch(schedule, cuts, options, co
         rule.step()
 
 
+class OfInputs(nn.Module):
+    """A batch norm of what it takes, and of more; keeps means of what it takes, by a count that inputs alone make."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.fc, self.head = nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x, y):
+        there = (y > 0).float()
+        self.mean.copy_((x * there).sum(0) / (there.sum() + 1))
+        return F.mse_loss(self.head(self.norm(torch.tanh(self.fc(self.norm(x))))), y)
+
+
+def test_what_inputs_alone_make_is_a_microbatchs_where_it_is_kept_or_stated():
+    model = OfInputs()
+    module = mt.from_torch(torch.export.export(model, example()))
+    options = {"microbatches": 3, "train": True, "per_microbatch": ["norm"]}
+    run = mt.pipeline(module, TOPOLOGY, ["norm@1"], {"x": {"d": 0}}, **options)
+    check(run, module, model, example(3 * ROWS))
+
+
 class Averages(nn.Module):
     """Keeps a running mean of what it takes, before another layer; rows of any number."""
 
