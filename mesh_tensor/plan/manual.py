@@ -54,7 +54,7 @@ class Region:
                 where=f"{where}, a manual computation",
                 why="its axes are those of the mesh that it is distributed over; searches, pipelines and microbatches, "
                 "which lay a module out anew, take none",
-                fix=f"use axes of {mesh}, each once",
+                fix=f"use axes of {mesh}, each once; a pipeline takes it with microbatches=1",
             )
         return Region(axes, around | {*axes})
 
