@@ -139,7 +139,8 @@ class _Decomposition:
             inner = self._taken_apart(node)
             if inner is not None:
                 return self._inlined(graph, inner, node, place)
-            return self._copied(graph, node, place) if stays(node) else _FAILED
+            is_known = _name(node) in self._names  # perhaps not with all options
+            return self._copied(graph, node, place) if stays(node) and not is_known else _FAILED
         if not self._is_known(node):
             return _FAILED
         return self._copied(graph, node, place)

@@ -119,7 +119,7 @@ def _known_sizes(tensors: list[torch.fx.Node], importer: Any) -> dict[str, tirx.
 
 def _info(tensor: torch.Tensor, known: Mapping[str, tirx.PrimExpr]) -> relax.TensorStructInfo:
     shape = [size if isinstance(size, int) else known.get(str(size)) for size in tensor.shape]
-    if None in shape:
+    if any(size is None for size in shape):
         refuse(f"the result's shape {tuple(tensor.shape)} has sizes that no operand has", fix="export constant sizes")
     return relax.TensorStructInfo(shape, dtype_name(tensor.dtype))
 
