@@ -25,7 +25,8 @@ from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 from mesh_tensor.searching.choices import DATA, MODEL, Choice
 from mesh_tensor.searching.pieces import Model, Piece, named_schedule
 from mesh_tensor.simulation import PipelineSimulation, Simulation
-from mesh_tensor.simulation.pipelines import held_for_backward, simulate_pipeline, tile_bytes, weights_of
+from mesh_tensor.simulation.pipelines import simulate_pipeline
+from mesh_tensor.simulation.stages import held_for_backward, tile_bytes, weights_of
 
 from . import strategies
 from .fragments import Options, StageFragments, training_fragments

@@ -20,7 +20,7 @@ from mesh_tensor.pipelining.orders import SCHEDULES
 from mesh_tensor.searching.choices import DATA, Choice, Part, Space, runs_halves
 from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, layers_of, pareto
 from mesh_tensor.simulation import PipelineSimulation
-from mesh_tensor.simulation.pipelines import tile_bytes
+from mesh_tensor.simulation.stages import tile_bytes
 from mesh_tensor.simulation.summary import in_bytes, in_seconds
 
 from .fragments import StageFragments
