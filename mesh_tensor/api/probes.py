@@ -15,7 +15,7 @@ from tvm import ir, relax, tirx
 from mesh_tensor.annotations.annotate import annotate
 from mesh_tensor.program.steps import KernelStep
 from mesh_tensor.rules.operator.call import op_call
-from mesh_tensor.rules.operator.cost import gradient_class
+from mesh_tensor.rules.operator.cost import SMALL_CONVOLUTION, gradient_class
 from mesh_tensor.rules.operator.vjp import VJP, vjp_call
 
 from .compile import compile
@@ -59,12 +59,20 @@ def _heads(side: int) -> Shapes:
     return [(2, side, 4, side // 4)] * 3
 
 
-def _image(side: int) -> Shapes:
-    return [(1, 16, side // 2, side // 2), (16, 16, 3, 3)]
+def _images(side: int) -> Shapes:
+    return [(2, 16, side // 4, side // 4), (16, 16, 3, 3)]
 
 
 def _convolved(side: int) -> int:
-    return 18 * 256 * (side // 2) ** 2
+    return 18 * 2 * 256 * (side // 4) ** 2
+
+
+def _small_image(side: int) -> Shapes:
+    return [(1, 4, side // 8, side // 8), (4, 4, 3, 3)]
+
+
+def _convolved_little(side: int) -> int:
+    return 18 * 16 * (side // 8) ** 2
 
 
 def _channels(side: int) -> Shapes:
@@ -118,7 +126,9 @@ def _forward() -> Iterator[Probe]:
     yield Probe("move", _moved, beside=("view", "view"))
     yield Probe(VJP, _gradient, _two, times=2)
     yield Probe("nn.attention", _attended, _heads, _multiply_adds)
-    yield Probe("nn.conv2d", lambda x, w: _ops.nn.conv2d(x, w, padding=1), _image, _convolved)
+    yield Probe("nn.conv2d", lambda x, w: _ops.nn.conv2d(x, w, padding=1), _images, _convolved)
+    small = _small_image, _convolved_little
+    yield Probe(SMALL_CONVOLUTION, lambda x, w: _ops.nn.conv2d(x, w, padding=1), *small)
     yield Probe("nn.group_norm", lambda x, g, b: _ops.nn.group_norm(x, g, b, 4, 1, [2, 3]), _channels)
     yield Probe("nn.max_pool2d", lambda x: _ops.nn.max_pool2d(x, (3, 3), padding=1), lambda side: _channels(side)[:1])
     yield Probe("take", lambda x, at: _ops.take(x, at, 0), _rows_of, indices=True)

@@ -116,7 +116,8 @@ def operator_work(call: OpCall, machine: Machine, copied: bool = False, again: b
         return _gradient_work(call, machine, again)
     if kind == "view" and not copied:
         return Work(machine.roofline("view").start * max(1, len(call.outputs)), 0.0, 0.0)
-    return _on_operands(call, machine, 1, name, "move" if kind == "view" else kind)
+    small = (SMALL_CONVOLUTION,) if _convolves_little(call) else ()
+    return _on_operands(call, machine, 1, *small, name, "move" if kind == "view" else kind)
 
 
 def _gradient_work(call: OpCall, machine: Machine, again: bool) -> Work:
@@ -130,6 +131,19 @@ def _gradient_work(call: OpCall, machine: Machine, again: bool) -> Work:
     made = [_on_operands(of, machine, 3, each) for of, each in zip(calls, classes, strict=True)]
     both = [*made, *parts] if again else made
     return Work(sum(p.start for p in both), sum(p.flops for p in both), sum(p.memory for p in both))
+
+
+# torch convolves one small image by a way of its own, which starts sooner (use_mkldnn in its Convolution.cpp).
+SMALL_CONVOLUTION = "nn.conv2d of a small image"
+_SMALL, _NARROW = 20480, 3  # elements of an image, and a window's side
+
+
+def _convolves_little(call: OpCall) -> bool:
+    if call.name != "nn.conv2d" or len(call.inputs) < 2:
+        return False
+    image, weight = call.inputs[:2]
+    one = image.elements <= _SMALL and image.shape[:1] == (1,) and call.attr("groups") == 1
+    return one and any(side <= _NARROW for side in weight.shape[2:])
 
 
 def _on_operands(call: OpCall, machine: Machine, times: int, *names: str) -> Work:
