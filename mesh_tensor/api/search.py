@@ -97,7 +97,7 @@ def search(
     """
     machine = machine_named(machine) or CPU
     topology = _topology(devices, batch is not None)
-    count = devices if topology is None else topology.num_devices
+    count = devices.num_devices if isinstance(devices, (Mesh, Topology)) else devices
     _check(count, objective, width)
     machine.check_holds(count, "the search")
     limit = machine.main_memory.size if memory_limit is None else memory_limit

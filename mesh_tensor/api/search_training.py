@@ -186,10 +186,13 @@ def search_training(
     choices = _choices(pieces, composer, devices, batch, options)
     if not choices:
         fixed = f"the module takes {pieces.rows} rows at a time" if pieces.rows else ""
+        held = "" if options.topology is None else f", in stages on the meshes of {options.topology}"
         refuse(
-            f"there is no way to train a batch of {batch} rows on {devices} devices",
+            f"there is no way to train a batch of {batch} rows on {devices} devices{held}",
             why=fixed or "what it is held to leaves nothing",
-            fix="export the model with an open batch size" if fixed else "allow more microbatches or schedules",
+            fix="export the model with an open batch size"
+            if fixed
+            else "allow more microbatches or schedules; meshes of a topology are of one size",
         )
     known = {} if options.known is None else _read(options.known, machine, batch, options.function)
     found, sizes = _composed(choices, pieces, composer, batch, options, known)
