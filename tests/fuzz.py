@@ -1,6 +1,6 @@
 """Random kernels, compositions of what the planner knows, kernels over tiles, programs, modules, loops, training,
 pipelines, corrupt files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`; where they are asked for,
-histories of training on ranks.
+histories of training on ranks, and the samples that torch tests its operators with (these need expecttest).
 
 Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
 made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
@@ -30,6 +30,7 @@ from .adversarial_protocol import check as ranks
 from .api.pipeline import random_models as pipeline_models
 from .api.pipeline import test_random_models as pipelines
 from .corrupt import check as files
+from .importers import random_operators as operators
 from .random_kernels import check as kernels
 from .random_kernels import check_tiles as tiles
 from .random_kernels import reduction as kernel_reduction
@@ -50,11 +51,12 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "training": training.make_training_case,
     "histories": histories.make_history,
     "pipelines": pipeline_models.make_fuzz_case,
+    "operators": operators.make_operator_case,
     "files": int,
     "ranks": ranks.make_sequence,
 }
 KINDS = tuple(MAKERS)
-_USUAL = tuple(kind for kind in KINDS if kind != "histories")  # each of which starts processes twice
+_USUAL = tuple(kind for kind in KINDS if kind not in ("histories", "operators"))
 _OWN: dict[str, Callable[[Any], Any]] = {
     "ranks": ranks.run,
     "training": training.run,
@@ -62,6 +64,7 @@ _OWN: dict[str, Callable[[Any], Any]] = {
     "loops": loops.run,
     "manual_loops": loops.run_manual,
     "pipelines": pipelines.run,
+    "operators": operators.run,
 }
 
 
@@ -127,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--target", default="interpret", choices=("interpret", "c"), help="of kernels")
     parser.add_argument(
-        "--of", nargs="+", default=_USUAL, choices=KINDS, help="what to make; default: all but histories"
+        "--of", nargs="+", default=_USUAL, choices=KINDS, help="what to make; default: all but histories and operators"
     )
     options = parser.parse_args(argv)
     parsed_once.install()

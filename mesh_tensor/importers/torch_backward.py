@@ -19,7 +19,7 @@ from mesh_tensor.targets.dtypes import dtype_name
 
 from .torch_args import arguments, emit, in_dtype
 from .torch_attention import bias_of, flash_attention, flash_expression, heads_last
-from .torch_indexing import general
+from .torch_general import general
 
 _aten = torch.ops.aten
 _FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
@@ -16,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from .torch_general import stays
 from .torch_program import ASSERTIONS
 
 _FAILED = object()
@@ -125,7 +127,9 @@ class _Decomposition:
             return place[args[0]][args[1]]
         if self._is_made_of_others(node.target):
             inner = self._taken_apart(node)
-            return _FAILED if inner is None else self._inlined(graph, inner, node, place)
+            if inner is not None:
+                return self._inlined(graph, inner, node, place)
+            return self._copied(graph, node, place) if stays(node) else _FAILED
         if not self._is_known(node):
             return _FAILED
         return self._copied(graph, node, place)
@@ -179,9 +183,9 @@ class _Decomposition:
     def _is_made_of_others(self, target: Any) -> bool:
         if target in _SIZES or not isinstance(target, torch._ops.OpOverload) or target in self._kept:
             return False
-        return target in self._table or torch._C._dispatch_has_kernel_for_dispatch_key(
-            target.name(), "CompositeImplicitAutograd"
-        )
+        if target in self._table or (_op_name(target) not in self._names and target in decomposition_table):
+            return True
+        return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
 
     def _taken_apart(self, node: torch.fx.Node) -> torch.fx.Graph | None:
         """The operators that one is made of, or None; of alike ones found once."""
@@ -207,8 +211,11 @@ class _Decomposition:
             )
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
+        table = self._table
+        if node.target not in table and node.target in decomposition_table:
+            table = {**table, node.target: decomposition_table[node.target]}
         with torch.no_grad(), modes.pop():
-            graph = make_fx(call, decomposition_table=self._table)(*operands).graph
+            graph = make_fx(call, decomposition_table=table)(*operands).graph
         graph.eliminate_dead_code()
         calls = [inner for inner in graph.nodes if inner.op not in ("placeholder", "output")]
         fine = all(self._is_plain(inner) and self._is_known(inner) for inner in calls)
@@ -217,7 +224,7 @@ class _Decomposition:
     def _is_known(self, node: torch.fx.Node) -> bool:
         if node.target is operator.getitem or _is_arithmetic(node):
             return True
-        return node.target in _SIZES or node.target in ASSERTIONS or _name(node) in self._names
+        return node.target in _SIZES or node.target in ASSERTIONS or _name(node) in self._names or stays(node)
 
     def _inlined(self, graph: torch.fx.Graph, inner: torch.fx.Graph, node: torch.fx.Node, place: dict[Any, Any]) -> Any:
         """What the operators that a node is made of give, in the graph."""
@@ -270,4 +277,8 @@ def _size(value: Any) -> Hashable:
 
 
 def _name(node: torch.fx.Node) -> str:
-    return getattr(node.target, "__name__", str(node.target))
+    return _op_name(node.target)
+
+
+def _op_name(target: Any) -> str:
+    return getattr(target, "__name__", str(target))

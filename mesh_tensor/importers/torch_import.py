@@ -13,7 +13,7 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 
 from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
 from mesh_tensor.annotations.names import renamed_parameters
-from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import uncollected
 from mesh_tensor.plan.ir import STATE_ATTR
@@ -27,6 +27,7 @@ from .torch_collectives import COLLECTIVES, NAMESPACE
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_decompositions import LOOPS as LOOP_OPERATORS
 from .torch_decompositions import decomposed
+from .torch_general import any_operator, stays
 from .torch_loops import LOOPS, graphs_within
 from .torch_numbers import WITH_NUMBERS
 from .torch_ops import CONVERTERS, KEPT
@@ -73,6 +74,8 @@ def import_torch(
         no_bind_return_tuple=False,
         custom_convert_map=None,
     )
+    if importer.left_over:
+        mod = relax.transform.DeadCodeElimination()(mod)
     return _named(mod, program, importer, buffers)
 
 
@@ -80,6 +83,7 @@ class _Importer(ExportedProgramImporter):
     """TVM's importer, with every operator's conversion checked."""
 
     groups: Mapping[str, Mesh]
+    left_over = False  # whether there are values of attempts at operators that nothing uses
 
     def begin(self, program: torch.export.ExportedProgram) -> None:
         """Take this program next."""
@@ -116,7 +120,12 @@ class _Importer(ExportedProgramImporter):
                     value = with_sizes_as_tensors(node, self, convert) if with_numbers else convert(node)
                 differs = _difference(node, value)
             except Exception as error:  # TVM's importer raises what it happens to meet
-                refuse(f"{_op(node)} can't be imported: {error}", where=_where(node), fix=_FIX)
+                if isinstance(error, MeshTensorError) or not stays(node):
+                    refuse(f"{_op(node)} can't be imported: {error}", where=_where(node), fix=_FIX)
+                differs = "in that TVM's importer can't take it"
+            if differs and stays(node):
+                self.left_over = True
+                value, differs = any_operator(node, self), ""
             if not differs:
                 value = self._with_known_sizes(node, value)
             if differs:
@@ -157,6 +166,8 @@ class _Importer(ExportedProgramImporter):
     def _check_unsupported_func_type(self, nodes: list[torch.fx.Node]) -> None:
         """Refuse operators without a conversion, all of them."""
         calls = [node for node in graphs_within(nodes) if node.op == "call_function"]
+        stay = {_name(node) for node in calls if _name(node) not in self.convert_map and stays(node)}
+        self.convert_map |= {name: self._checked(lambda node: any_operator(node, self), False) for name in stay}
         unknown = [node for node in calls if _name(node) not in self.convert_map or not self._is_known(node)]
         seeded = torch.Tag.nondeterministic_seeded
         random = [

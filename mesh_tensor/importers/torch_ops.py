@@ -17,8 +17,10 @@ from mesh_tensor.base.errors import refuse
 from .torch_args import arguments, emit, in_result_dtype
 from .torch_attention import attention
 from .torch_backward import BACKWARD, KEPT_BACKWARD
+from .torch_convolutions import CONVOLUTIONS
 from .torch_dropout import converted as dropout
-from .torch_indexing import GENERAL, GROUPS, INDEXING, SHAPES
+from .torch_general import GENERAL
+from .torch_indexing import INDEXING, SHAPES
 from .torch_numbers import NUMBERS, Convert, promoting
 
 _aten = torch.ops.aten
@@ -37,6 +39,7 @@ KEPT = (
     _aten.max_pool2d.default,
     _aten.detach.default,
     _aten.roll.default,
+    _aten.bilinear.default,
     *KEPT_BACKWARD,
 )
 
@@ -130,14 +133,6 @@ def deviation(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.sqrt(variance(node, importer)))
 
 
-def conv2d(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """A convolution in the dtype of its operands."""
-    x, weight, bias, stride, padding, dilation, groups = arguments(
-        node, importer, 2, bias=None, stride=1, padding=0, dilation=1, groups=1
-    )
-    return _convolved(importer, x, weight, bias, (stride, padding, dilation, groups))
-
-
 def embedding(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Rows of a table; the ids keep their dims, and don't count from the end. The row `padding_idx` is a constant when
     gradients are taken."""
@@ -152,22 +147,11 @@ def embedding(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.where(emit(importer, relax.op.expand_dims(is_padding, -1)), fixed, rows))
 
 
-def convolution(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """A convolution along one to three dims, in the dtype of its operands; TVM converts a transposed one."""
-    x, weight, bias, stride, padding, dilation, transposed, _, groups = arguments(node, importer, 9)
-    if transposed:
-        return importer._convolution(node)
-    return _convolved(importer, x, weight, bias, (stride, padding, dilation, groups))
-
-
-def _convolved(importer: Any, x: relax.Expr, weight: relax.Expr, bias: relax.Expr | None, how: Any) -> relax.Expr:
-    """`how`: strides, padding, dilation and groups."""
-    op = {3: relax.op.nn.conv1d, 4: relax.op.nn.conv2d, 5: relax.op.nn.conv3d}[len(x.struct_info.shape)]
-    result = emit(importer, op(x, weight, *(list(n) if isinstance(n, (tuple, list)) else n for n in how)))
-    if bias is None:
-        return result
-    shape = (1, -1, *[1] * (len(x.struct_info.shape) - 2))
-    return emit(importer, relax.op.add(result, emit(importer, relax.op.reshape(bias, shape))))
+def bilinear(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """x A y + bias, a matrix A per feature; any leading dims."""
+    x, y, weight, bias = arguments(node, importer, 3, bias=None)
+    made = emit(importer, relax.op.einsum([x, y, weight], "...i,...j,oij->...o"))
+    return made if bias is None else emit(importer, relax.op.add(made, bias))
 
 
 def detach(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -237,17 +221,16 @@ def batch_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
 CONVERTERS: dict[str, Convert] = {
     **GENERAL,
     **BACKWARD,
-    **GROUPS,
+    **CONVOLUTIONS,
     **INDEXING,
     **NUMBERS,
     **SHAPES,
     "_native_batch_norm_legit_functional.default": batch_norm,
     "add.Tensor": with_alpha(relax.op.add),
     "addmm.default": addmm,
+    "bilinear.default": bilinear,
     "bmm.default": matmul,
-    "conv2d.default": conv2d,
     "counted_dropout.default": dropout,
-    "convolution.default": convolution,
     "detach.default": detach,
     "elu.default": elu,
     "embedding.default": embedding,

@@ -15,7 +15,7 @@ from tvm import ir, relax
 from mesh_tensor.annotations.names import Fresh, variables
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.rules.operator import OpRule, TensorType
-from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.aten import name_of
 from mesh_tensor.rules.operator.rule import Dim, atoms_of
 
 from .ir import Node
@@ -78,7 +78,7 @@ def result_kinds(node: Node, rule: OpRule, kinds: Sequence[Kind]) -> list[Kind]:
 
 
 def _mixed(node: Node, why: str) -> list[Kind]:
-    return [Mixed(f"{node.where} ({operator_name(node.call)}) {why}")] * len(node.outputs)
+    return [Mixed(f"{node.where} ({name_of(node.call)}) {why}")] * len(node.outputs)
 
 
 def _fixed(node: Node, rule: OpRule, kinds: Sequence[Kind]) -> list[Kind]:

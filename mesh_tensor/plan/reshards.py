@@ -14,7 +14,7 @@ from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Replicate, Sharding, ceildiv
 from mesh_tensor.redistribution.plan import plan_moves
-from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.aten import name_of
 
 from .atoms import Atoms, NodeRule
 from .carry import find_carried, widened_values
@@ -115,7 +115,7 @@ class _Writer:
             if node.kernel is not None:
                 needed = self._before_windows(value, needed)  # its own lowering makes windows
             wanted = needed if pending is None else with_partial(needed, pending)
-            form = self.obtain(value, wanted, node.scopes, f"{node.where} ({operator_name(node.call)}) needs it so")
+            form = self.obtain(value, wanted, node.scopes, f"{node.where} ({name_of(node.call)}) needs it so")
             inputs.append(self._filled(form, node, decision, position))
         outputs = []
         for value, produced in zip(node.outputs, decision.produced, strict=True):

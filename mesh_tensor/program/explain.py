@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mesh_tensor.base.decisions import Decisions, columns
-from mesh_tensor.rules.operator.call import operator_name
+from mesh_tensor.rules.operator.aten import name_of
 
 from .program import Parameter, Program
 from .steps import CollectiveStep, KernelStep, LoopStep, OpStep, Step, WaitStep, of_kinds
@@ -73,7 +73,7 @@ def _steps(program: Program) -> list[tuple[str, ...]]:
 
     def op(step: OpStep) -> tuple[str, ...]:
         by = "torch" if step.kernel is None else f"kernel {step.kernel.attrs['global_symbol']} for"
-        words = f"{by} {operator_name(step.call)}"
+        words = f"{by} {name_of(step.call)}"
         return (words, _names(step.reads), _names(step.writes), "", "", f"{step.flops:,}", "")
 
     def collective(step: CollectiveStep) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from mesh_tensor.base.recent import Recent
 from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import OpStep, Step, only
 from mesh_tensor.rules.operator import OpCall
+from mesh_tensor.rules.operator.aten import ANY, name_of
 from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
@@ -31,7 +32,7 @@ _KNOWN: Recent[tuple, TileCall] = Recent(4096)  # of alike calls, as in a model'
 
 def tile_functions(step: OpStep, program: Program, ranks: Sequence[int], target: Target) -> list[TileFunction]:
     """Per rank the step as a function of the operands' tiles; it gives the results' tiles."""
-    if step.checked or differs_by_rank(step):
+    if step.checked or differs_by_rank(step) or _looks_at_values(step.call):
         return [_Called(step, _tile_call(step, program, rank, target)) for rank in ranks]
     return [_Called(step, _tile_call(step, program, ranks[0], target))] * len(ranks)
 
@@ -222,9 +223,28 @@ def _tile_call(step: OpStep, program: Program, rank: int, target: Target) -> Til
     lies = comes, gives, tuple([name in step.whole for name in step.results])
     if step.kernel is not None:
         return _lying(call, _kernel_function(step.kernel, call, target), *lies)
-    place = rank if differs_by_rank(step) else 0, _valid(step, program, rank)
-    key = call, mesh, place, lies
-    return _KNOWN.made(key, lambda: _lying(call, untyped_function(call, mesh, *place), *lies))
+    valid = _valid(step, program, rank)
+    place = rank if differs_by_rank(step) else 0, valid if step.checked else None
+    if not _looks_at_values(call) or all(each.extent == each.stored for each in valid):
+        key = call, mesh, place, lies
+        return _KNOWN.made(key, lambda: _lying(call, untyped_function(call, mesh, *place), *lies))
+    return _lying(call, _without_padding(untyped_function(call, mesh, *place), call, valid), *lies)
+
+
+def _looks_at_values(call: OpCall) -> bool:
+    """Whether torch may refuse to compute because of values, those of padding too: a matrix that has no inverse."""
+    return operator_name(vjp_of(call).forward if operator_name(call) == VJP else call) == ANY
+
+
+def _without_padding(function: Callable[..., Any], call: OpCall, valid: Sequence[Valid]) -> Callable[..., Any]:
+    """The function of tiles in which padding repeats what is no padding."""
+
+    def run(*tiles: torch.Tensor) -> Any:
+        if any(0 in each.extent and 0 not in each.stored for each in valid):
+            return [tiles[0].new_zeros(out.shape, dtype=torch_dtype(out.dtype)) for out in call.outputs]
+        return function(*(each.repeated(tile) for tile, each in zip(tiles, valid, strict=True)))
+
+    return run
 
 
 def _lying(
@@ -238,13 +258,11 @@ def _lying(
 
 def _refuse_failed(step: OpStep, error: Exception) -> NoReturn:
     known = [tensor.shape for tensor in step.call.inputs]
-    refuse(f"R.{operator_name(step.call)} fails on tiles of {known}: {error}", where=step.where)
+    refuse(f"R.{name_of(step.call)} fails on tiles of {known}: {error}", where=step.where)
 
 
-def _valid(step: OpStep, program: Program, rank: int) -> tuple[Valid, ...] | None:
-    """What is no padding of each operand's tile, where indices are to be checked."""
-    if not step.checked:
-        return None
+def _valid(step: OpStep, program: Program, rank: int) -> tuple[Valid, ...]:
+    """What is no padding of each operand's tile."""
     values = [program.values[name] for name in step.args]
     return tuple(Valid(v.tile_shape, tuple(v.sharding.valid_extent(v.shape, rank))) for v in values)
 

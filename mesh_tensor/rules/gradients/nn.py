@@ -8,7 +8,7 @@ from string import ascii_lowercase
 
 from tvm import relax
 
-from mesh_tensor.rules.operator.aten import ATEN
+from mesh_tensor.rules.operator.aten import ANY, ATEN
 from mesh_tensor.rules.operator.dropout import DROPOUT, dropout_call, dropout_of
 from mesh_tensor.rules.operator.linear_algebra import FFT, GROUPED
 
@@ -57,7 +57,7 @@ _WITHOUT = (
     "aten.searchsorted.Tensor",
     "aten._embedding_bag_forward_only.default",
 )
-gradient(*(name for name in ATEN if name not in _WITHOUT))(differentiated)
+gradient(ANY, *(name for name in ATEN if name not in _WITHOUT))(differentiated)
 
 
 op = relax.op

@@ -1,7 +1,9 @@
 """Rules of operators of torch's that Relax has none for.
 
-Their calls are `R.call_pure_packed("aten.cummax.default", x, "[[0], {}]")`: the tensors, then all arguments as JSON, in
-which {"tensor": n} stands for the n-th tensor and {"dtype": "float32"} for a dtype.
+Their calls are `R.call_pure_packed("aten.cummax.default", x, "[[0], {}]")`: the tensors, then all arguments as JSON,
+in which {"tensor": n} stands for the n-th tensor and {"dtype": "float32"} for a dtype. Those without a rule of their
+own are `R.call_pure_packed("aten", x, '["linalg_qr.default", 1, [...], {}]')`: the operator, what is known of it (see
+`ANY`), and its arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 from tvm import relax
 
-from .call import OpCall
+from .call import OpCall, operator_name
 from .elementwise import broadcast_dims, dims_of
 from .rule import Dim, LocalCall, OpRule, rule
 from .shifts import made_factor, moved
@@ -71,6 +73,28 @@ def arguments_of(call: OpCall) -> tuple[list[Any], dict[str, Any]]:
     return args, kwargs
 
 
+#: Any operator of torch's, of which one thing is known: how many leading dims all operands and results share, each
+#: place of which is computed by itself; or, if that is None, that it works element by element.
+ANY = "aten"
+
+
+def any_text(name: str, leading: int | None, args: Any, kwargs: Any) -> str:
+    """The literal of a call of an operator that has no rule of its own; `name` is like "linalg_qr.default"."""
+    return json.dumps([name, leading, args, kwargs])
+
+
+def any_of(call: OpCall) -> tuple[str, int | None, list[Any], dict[str, Any]]:
+    """The operator that such a call is of, its leading dims, and its arguments, as `any_text` took them."""
+    name, leading, args, kwargs = json.loads(call.literals[-1])
+    return name, leading, args, kwargs
+
+
+def name_of(call: OpCall) -> str:
+    """The operator's name for readers: of any operator of torch's, that one's."""
+    name = operator_name(call)
+    return f"aten.{any_of(call)[0]}" if name == ANY else name
+
+
 def _argument(call: OpCall, position: int, name: str, default: Any) -> Any:
     args, kwargs = arguments_of(call)
     return args[position] if len(args) > position else kwargs.get(name, default)
@@ -116,7 +140,22 @@ def _on_tiles(local: LocalCall) -> relax.Expr:
 def pointwise(call: OpCall) -> tuple[list[Dims], list[Dims]]:
     """Dims are aligned at the end."""
     out = call.outputs[0]
-    return [broadcast_dims(tensor.shape, out.shape) for tensor in call.inputs], [dims_of(out.ndim)]
+    inputs = [broadcast_dims(tensor.shape, out.shape) for tensor in call.inputs]
+    return inputs, [dims_of(out.ndim)] * len(call.outputs)
+
+
+@rule(ANY)
+def any_operator(call: OpCall) -> OpRule:
+    """Element by element, or by leading dims; all else is needed whole."""
+    _, leading, *_ = any_of(call)
+    if leading is None:
+        inputs, outputs = pointwise(call)
+    else:
+        inputs, outputs = (
+            [(*dims_of(leading), *(None,) * (tensor.ndim - leading)) for tensor in tensors]
+            for tensors in (call.inputs, call.outputs)
+        )
+    return OpRule(tuple(inputs), tuple(outputs), localize=_on_tiles)
 
 
 @_rule(*_names(" ".join(_ALONG)))

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.rules.operator.aten import ATEN, arguments_of
+from mesh_tensor.rules.operator.aten import ANY, ATEN, any_of, arguments_of
 from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.linear_algebra import FFT, GROUPED, LINEAR, MATMUL_ADD, fft_arguments
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -113,12 +114,45 @@ def _grouped_matmul(call: OpCall, place: Place) -> Function:
 @torch_op(*ATEN)
 def _aten(call: OpCall) -> Function:
     """The operator with the arguments that the call states."""
-    _, base, overload = call.expr.args[0].global_symbol.split(".")
-    op = getattr(getattr(torch.ops.aten, base), overload)
-    args, kwargs = arguments_of(call)
+    name = call.expr.args[0].global_symbol.removeprefix("aten.")
+    return _with_arguments(_overload(name), *arguments_of(call))
 
+
+@torch_op(ANY)
+def _any(call: OpCall) -> Function:
+    """As above, of an operator without a rule of its own."""
+    name, _, args, kwargs = any_of(call)
+    op = _overload(name)
+    if not is_function(op):
+        refuse(f"aten.{name} is no function of tensors", where=str(call.expr), fix="write it with other operators")
+    return _with_arguments(op, args, kwargs)
+
+
+def is_function(op: Any) -> bool:
+    """Whether the results of an operator of torch's follow from the values of its operands, and are tensors of its
+    own: it is not random, writes and views nothing, and does not ask how tensors lie in memory."""
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+        return False
+    takes_tensors = any("Tensor" in str(argument.type) for argument in op._schema.arguments)
+    aliases = any(argument.alias_info for argument in (*op._schema.arguments, *op._schema.returns))
+    name = op._schema.name.removeprefix("aten::")
+    excluded = name.startswith(_OF_MEMORY) or any(part in name for part in _WRITES)
+    return takes_tensors and not (aliases or excluded or _UNSAID & set(op.tags))
+
+
+_WRITES = ("batch_norm", "instance_norm", "moving_avg")  # running statistics, whatever their signatures say
+_UNSAID = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_OF_MEMORY = ("as_strided", "empty", "new_empty", "resize", "_resize", "_to_sparse", "to_sparse", "view", "_reshape")
+
+
+def _overload(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base, None), overload, None)
+
+
+def _with_arguments(op: Any, args: Any, kwargs: Any) -> Function:
     def function(*tensors: torch.Tensor) -> Any:
-        return op(*_filled(args, tensors), **_filled(kwargs, tensors))
+        return op(*_filled(args, tensors), **{name: _filled(value, tensors) for name, value in kwargs.items()})
 
     return function
 

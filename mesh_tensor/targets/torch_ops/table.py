@@ -36,6 +36,14 @@ class Valid:
         """That part of a tile, with its stored dims."""
         return tile.reshape(self.stored)[tuple(slice(size) for size in self.extent)]
 
+    def repeated(self, tile: torch.Tensor) -> torch.Tensor:
+        """The tile with its last rows in place of what is padding."""
+        made = tile.reshape(self.stored)
+        for dim, (size, extent) in enumerate(zip(self.stored, self.extent, strict=True)):
+            if extent < size:
+                made = made.index_select(dim, torch.arange(size, device=tile.device).clamp(max=extent - 1))
+        return made.reshape(tile.shape)
+
 
 @dataclass(frozen=True)
 class Place:

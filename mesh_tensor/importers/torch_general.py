@@ -1,0 +1,142 @@
+"""Operators of torch that stay torch's own: calls with all their arguments. See torch_ops for what functions take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tvm import relax, tirx
+
+from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.rules.operator.aten import ANY, ATEN, any_text, arguments_text
+from mesh_tensor.rules.operator.linear_algebra import grouped_call
+from mesh_tensor.targets.dtypes import dtype_name
+from mesh_tensor.targets.torch_ops.linear_algebra import is_function
+
+from .torch_args import arguments, emit, result_dtype
+
+_NUMBERS = (bool, int, float, str, type(None))
+_WHERE = ("device", "layout", "memory_format", "pin_memory")  # arguments that say where results lie, not what they are
+# Of stacks of matrices, each by itself.
+_OF_MATRICES = (
+    "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky cholesky_inverse"
+    " cholesky_solve geqrf inverse linalg_cholesky linalg_cholesky_ex linalg_eigh linalg_householder_product"
+    " linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor"
+    " linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp linalg_pinv linalg_qr linalg_solve linalg_solve_ex"
+    " linalg_solve_triangular lu_unpack ormqr triangular_solve"
+)
+# Of how many last dims an operator of one tensor looks at places together.
+_OF_PLACES = {
+    "_adaptive_avg_pool2d": 2,
+    "_adaptive_avg_pool3d": 3,
+    "avg_pool2d": 2,
+    "avg_pool3d": 3,
+    "max_pool2d": 2,
+    "max_pool3d": 3,
+}
+
+
+def general(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """A call of torch's operator with the node's arguments, by the rule of its name."""
+    tensors: list[torch.fx.Node] = []
+    text = arguments_text(_stated(node.args, tensors), _stated(node.kwargs, tensors))
+    return _called(f"aten.{_name(node)}", text, tensors, node, importer)
+
+
+def stays(node: torch.fx.Node) -> bool:
+    """Whether the node can be a call of torch's operator whatever it is: of tensors of floats or whole numbers."""
+    meant = node.meta.get("val")
+    results = meant if isinstance(meant, (tuple, list)) else [meant]
+    operands = [operand.meta.get("val") for operand in node.all_input_nodes]
+    return is_function(node.target) and bool(operands) and all(map(_is_plain, (*results, *operands)))
+
+
+def any_operator(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """A call of torch's operator that has no rule of its own: element by element where torch says so, by leading dims
+    where it is known here; else all of every tensor is needed."""
+    tensors: list[torch.fx.Node] = []
+    kwargs = {name: value for name, value in node.kwargs.items() if name not in _WHERE}
+    args, kwargs = _stated(node.args, tensors), _stated(kwargs, tensors)
+    text = any_text(_name(node), _leading(node, tensors), args, kwargs)
+    return _called(ANY, text, tensors, node, importer)
+
+
+def _leading(node: torch.fx.Node, tensors: list[torch.fx.Node]) -> int | None:
+    """How many leading dims of operands and results are independent; None if all are, in the order of broadcasting."""
+    target: Any = node.target
+    if torch.Tag.pointwise in target.tags:
+        return None
+    base, meant = _name(node).partition(".")[0], node.meta["val"]
+    every = [*(t.meta["val"] for t in tensors), *(meant if isinstance(meant, (tuple, list)) else [meant])]
+    last = 2 if base in _OF_MATRICES.split() else _OF_PLACES.get(base, every[0].dim())
+    shared = every[0].shape[: max(0, every[0].dim() - last)]
+    return len(shared) if all(tensor.shape[: len(shared)] == shared for tensor in every) else 0
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_complex()
+
+
+def _called(name: str, text: str, tensors: list[torch.fx.Node], node: torch.fx.Node, importer: Any) -> relax.Expr:
+    known, meant = _known_sizes(tensors, importer), node.meta["val"]
+    infos = [_info(tensor, known) for tensor in (meant if isinstance(meant, (tuple, list)) else [meant])]
+    info = relax.TupleStructInfo(infos) if isinstance(meant, (tuple, list)) else infos[0]
+    operands = [importer.env[tensor] for tensor in tensors]
+    return emit(importer, relax.op.call_pure_packed(name, *operands, relax.StringImm(text), sinfo_args=[info]))
+
+
+def _name(node: torch.fx.Node) -> str:
+    return getattr(node.target, "__name__", "")
+
+
+def _stated(value: Any, tensors: list[torch.fx.Node]) -> Any:
+    """Arguments in the form of JSON; tensors are collected."""
+    if isinstance(value, torch.fx.Node):
+        if not isinstance(value.meta.get("val"), torch.Tensor):
+            refuse(f"the argument {value.name!r} is a symbolic size", fix="export the model with constant sizes there")
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, (tuple, list)):
+        return [_stated(item, tensors) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _stated(item, tensors) for key, item in value.items()}
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if not isinstance(value, _NUMBERS):
+        refuse(f"the argument {shown(value)} has no form that can be saved")
+    return value
+
+
+def _known_sizes(tensors: list[torch.fx.Node], importer: Any) -> dict[str, tirx.PrimExpr]:
+    """The symbolic sizes of operands, by what torch calls them."""
+    known: dict[str, tirx.PrimExpr] = {}
+    for tensor in tensors:
+        shape = importer.env[tensor].struct_info.shape
+        known |= {str(size): made for size, made in zip(tensor.meta["val"].shape, shape, strict=True)}
+    return known
+
+
+def _info(tensor: torch.Tensor, known: Mapping[str, tirx.PrimExpr]) -> relax.TensorStructInfo:
+    shape = [size if isinstance(size, int) else known.get(str(size)) for size in tensor.shape]
+    if None in shape:
+        refuse(f"the result's shape {tuple(tensor.shape)} has sizes that no operand has", fix="export constant sizes")
+    return relax.TensorStructInfo(shape, dtype_name(tensor.dtype))
+
+
+def grouped(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """(S, K) rows, sorted by group, by (G, K, N) matrices; other forms are torch's."""
+    x, weight, ends, bias, _ = arguments(node, importer, 2, offs=None, bias=None, out_dtype=None)
+    if ends is None or bias is not None or [len(t.struct_info.shape) for t in (x, weight)] != [2, 3]:
+        return general(node, importer)
+    return emit(importer, grouped_call(x, weight, ends, result_dtype(node)))
+
+
+GROUPS = {"_grouped_mm.default": grouped, "grouped_mm_fallback.default": grouped}
+
+
+GENERAL = {
+    **{name.removeprefix("aten."): general for name in ATEN},
+    "_grouped_mm.default": grouped,
+    "grouped_mm_fallback.default": grouped,
+}

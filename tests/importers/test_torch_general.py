@@ -1,0 +1,146 @@
+"""Operators of torch that nothing else knows: torch's own calls, element by element, by leading dims, or whole."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from tvm import relax
+
+import mesh_tensor as mt
+from mesh_tensor.rules.operator.aten import ANY, any_text
+from mesh_tensor.targets.torch_ops.linear_algebra import is_function
+from tests.other_machines import machine
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+def rows(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def definite(count):
+    """So many positive definite matrices: zeros and poison are not."""
+    made = rows(count, 4, 4)
+    return made @ made.mT + torch.eye(4)
+
+
+def distributed(function, *inputs, mesh=None):
+    module = mt.from_torch(torch.export.export(Function(function), inputs))
+    names = [param.name_hint for param in module.mod["main"].params]
+    with machine(1):
+        layouts = {name: {"x": 0} for name, tensor in zip(names, inputs, strict=True) if tensor.dim()}
+        return mt.distribute_module(module, mesh or {"x": 2}, layouts, poison=True)
+
+
+MATRICES = definite(3)
+SPLIT = {
+    "bessel": (torch.special.bessel_j0, rows(5, 4)),
+    "fmax": (torch.fmax, rows(5, 4), rows(5, 4).flip(0)),
+    "arc cosine of whole numbers": (torch.acos, torch.arange(5)),
+    "greatest common divisors": (torch.gcd, torch.arange(1, 6), torch.arange(6, 11)),
+    "clamped by tensors": (torch.clamp_max, rows(5, 1, 4), rows(5, 3, 4)),
+    "two results": (torch.frexp, rows(5, 4)),
+    "inverses": (torch.linalg.inv, MATRICES),
+    "factors": (lambda a: torch.linalg.cholesky(a), MATRICES),
+    "decompositions": (lambda a: torch.linalg.qr(a), MATRICES),
+    "solutions": (lambda a, b: torch.linalg.solve(a, b), MATRICES, rows(3, 4, 2)),
+    "vectors' solutions": (lambda a, b: torch.linalg.solve(a, b), MATRICES, rows(3, 4)),
+    "determinants": (torch.linalg.det, MATRICES),
+    "pools over the end": (lambda a: F.avg_pool2d(a, 2, ceil_mode=True, divisor_override=3), rows(3, 2, 5, 5)),
+    "transposed convolutions": (
+        lambda a: F.conv_transpose3d(a, torch.ones(2, 3, 2, 2, 2).double(), stride=2, output_padding=1, dilation=2),
+        rows(3, 2, 3, 3, 3).double(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_rows_stay_where_they_are(name):
+    """What torch refuses in matrices of zeros, it does not see: padding is none of its business."""
+    function, *inputs = SPLIT[name]
+    run = distributed(function, *inputs)
+    torch.testing.assert_close(run(*inputs), function(*inputs), equal_nan=True)
+    assert "gather" not in run.explain()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a: torch.linalg.qr(a),  # of one matrix
+        lambda a: torch.index_reduce(a, 1, torch.tensor([0, 2, 2]), a[:, :3], "amax"),
+        lambda a: torch.linalg.solve(a, a.T.expand(2, 4, 4)),
+        lambda a: torch.linalg.vector_norm(a, 0),
+        lambda a: torch.nanmedian(a),
+    ],
+)
+def test_what_needs_all_rows_gets_them(function):
+    matrix = definite(1)[0]
+    run = distributed(function, matrix)
+    torch.testing.assert_close(run(matrix), function(matrix))
+    assert "all_gather" in run.explain()
+
+
+def test_each_place_of_four_devices():
+    """Two devices have no row at all."""
+    run = distributed(torch.linalg.inv, definite(2), mesh={"x": 4})
+    torch.testing.assert_close(run(definite(2)), torch.linalg.inv(definite(2)))
+
+
+def test_what_torch_refuses_is_refused():
+    run = distributed(torch.linalg.inv, MATRICES)
+    with pytest.raises(mt.MeshTensorError, match=r"aten.linalg_inv.default fails .*singular"):
+        run(torch.zeros(3, 4, 4))
+
+
+def test_they_train():
+    torch.manual_seed(3)
+    model, x, y = (
+        nn.Sequential(nn.Linear(4, 4), Function(lambda h: torch.fmax(h, torch.special.i0(h)))),
+        rows(5, 4),
+        rows(5, 4),
+    )
+    step = mt.training_step(model, F.mse_loss, (x, y), optimizer="sgd", lr=0.1)
+    run = mt.distribute_module(step, {"x": 2}, {"input": {"x": 0}, "target": {"x": 0}})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        expected = F.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(run(x, y), expected.detach())
+
+
+def test_functions_are_told_from_what_is_none():
+    aten = torch.ops.aten
+    for op in (aten.add_.Tensor, aten.view.default, aten.as_strided_copy.default, aten.rand_like.default):
+        assert not is_function(op), op
+    for op in (aten.nonzero.default, aten.empty_like.default, aten.from_file.default, aten.native_batch_norm.default):
+        assert not is_function(op), op
+    assert is_function(aten.linalg_qr.default)
+
+
+def test_a_file_calls_functions_only():
+    """A module may come from anywhere."""
+    x = relax.Var("x", relax.TensorStructInfo((4,), "float32"))
+    builder = relax.BlockBuilder()
+    text = relax.StringImm(any_text("add_.Tensor", None, [{"tensor": 0}, {"tensor": 0}], {}))
+    with builder.function("main", [x]):
+        builder.emit_func_output(builder.emit(relax.op.call_pure_packed(ANY, x, text, sinfo_args=[x.struct_info])))
+    with pytest.raises(mt.MeshTensorError, match="aten.add_.Tensor is no function of tensors"):
+        mt.distribute_module(builder.get(), {"x": 2}, {})(torch.ones(4))
+
+
+@pytest.mark.parametrize("function", [torch.reciprocal, lambda a: torch.full_like(a, 0.5, dtype=torch.float64)])
+def test_attempts_leave_nothing_behind(function):
+    """TVM's importer makes whole numbers of these: a division by zero, where torch has infinity."""
+    module = mt.from_torch(torch.export.export(Function(function), (torch.arange(5),)))
+    assert len(module.mod["main"].body.blocks[0].bindings) <= 2
+    run = mt.distribute_module(module, {"x": 2}, {module.mod["main"].params[0].name_hint: {"x": 0}})
+    torch.testing.assert_close(run(torch.arange(5)), function(torch.arange(5)))
