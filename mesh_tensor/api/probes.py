@@ -59,12 +59,12 @@ def _heads(side: int) -> Shapes:
     return [(2, side, 4, side // 4)] * 3
 
 
-def _images(side: int) -> Shapes:
-    return [(2, 16, side // 4, side // 4), (16, 16, 3, 3)]
+def _image(side: int) -> Shapes:
+    return [(1, 16, side // 2, side // 2), (16, 16, 3, 3)]
 
 
 def _convolved(side: int) -> int:
-    return 18 * 2 * 256 * (side // 4) ** 2
+    return 18 * 256 * (side // 2) ** 2
 
 
 def _small_image(side: int) -> Shapes:
@@ -126,7 +126,7 @@ def _forward() -> Iterator[Probe]:
     yield Probe("move", _moved, beside=("view", "view"))
     yield Probe(VJP, _gradient, _two, times=2)
     yield Probe("nn.attention", _attended, _heads, _multiply_adds)
-    yield Probe("nn.conv2d", lambda x, w: _ops.nn.conv2d(x, w, padding=1), _images, _convolved)
+    yield Probe("nn.conv2d", lambda x, w: _ops.nn.conv2d(x, w, padding=1), _image, _convolved)
     small = _small_image, _convolved_little
     yield Probe(SMALL_CONVOLUTION, lambda x, w: _ops.nn.conv2d(x, w, padding=1), *small)
     yield Probe("nn.group_norm", lambda x, g, b: _ops.nn.group_norm(x, g, b, 4, 1, [2, 3]), _channels)
