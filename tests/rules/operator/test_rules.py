@@ -92,7 +92,7 @@ def test_every_operator_with_a_torch_function_has_a_rule_and_a_case():
     placing |= {name for name in torch_functions if name.startswith(("mesh.", "fused.")) and name not in rules}
     # those whose sizes the module states are other operators in plans (test_known_sizes)
     sized = {"nonzero", "unique", "dynamic_strided_slice"}
-    # random; tests/importers/test_torch_general; tests/rules/gradients; tests/api; tests/plan/test_loops and test_manual
+    # tests/importers/test_torch_general; random; tests/rules/gradients; tests/api; tests/plan/test_loops, test_manual
     elsewhere = {
         "aten",
         "nn.dropout",
