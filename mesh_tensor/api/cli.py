@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--devices", type=int, required=True)
     made.add_argument("--machine", default="cpu", help=machine)
-    made.add_argument("--objective", default="time", help="time or memory")
+    made.add_argument("--objective", default="time", help="time, memory or cost (time by devices)")
     made.add_argument("--memory-limit", type=int, help="bytes of a device")
     made.add_argument("--seconds", type=float, default=60.0, help="after which the search ends")
     made.add_argument("--page", metavar="HTML", help="write the best one's timeline as a page")
@@ -75,9 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _simulate(options: argparse.Namespace) -> None:
     made = simulate(_object(options.what), _machine(options.machine))
-    _say(str(made))
-    if hasattr(made, "why"):
-        _say("\n" + made.why())
+    _say(f"{made}\n\n{made.why()}")
     for path, write in ((options.page, made.page), (options.trace, made.trace)):
         if path is not None:
             write(path)
@@ -88,7 +86,8 @@ def _search(options: argparse.Namespace) -> None:
     limits = {"objective": options.objective, "memory_limit": options.memory_limit, "seconds": options.seconds}
     trained = ("batch", "schedules", "microbatches", "model", "zero", "known")
     given = {name: value for name in trained if (value := getattr(options, name)) is not None}
-    found = search(module, options.devices, _machine(options.machine), **limits, **given)
+    bar = sys.stderr.isatty()
+    found = search(module, options.devices, _machine(options.machine), progress=bar, **limits, **given)
     _say(f"{found}\n\n{found.code()}")
     if options.save is not None:
         if isinstance(found, FoundKernel):

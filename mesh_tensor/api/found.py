@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Found:
     strategies: tuple[Strategy, ...] = field(repr=False)
     planned: int
     _asked: Mapping[str, str] = field(repr=False, default_factory=dict)
+    _runs: dict[tuple, Any] = field(repr=False, default_factory=dict)
 
     @property
     def best(self) -> Strategy:
@@ -55,6 +56,11 @@ class Found:
             mod = mod.mod
         options = {"function": self.function, "machine": self.machine, **options}
         return distribute_module(annotated(mod, chosen, self.function), chosen.mesh, **options)
+
+    def run(self, *inputs: Any, strategy: Strategy | None = None, **options: Any) -> Any:
+        """What the module gives for its inputs, laid out as the best strategy says, or this one; it is distributed
+        once per strategy and options. `options` are those of `distribute_module`."""
+        return made_once(self._runs, self.distribute, strategy or self.best, options)(*inputs)
 
     def simulation(self, strategy: Strategy | None = None) -> Simulation:
         """The best strategy, or this one, simulated in full."""
@@ -112,6 +118,7 @@ class FoundKernel:
     dims: tuple[NamedDim, ...]
     strategies: tuple[Strategy, ...] = field(repr=False)
     planned: int
+    _runs: dict[tuple, Any] = field(repr=False, default_factory=dict)
 
     @property
     def best(self) -> Strategy:
@@ -127,6 +134,11 @@ class FoundKernel:
     def compile(self, strategy: Strategy | None = None, **options: Any) -> MeshKernel:
         """The same, compiled; the options of `mt.compile`."""
         return compile(self.annotated(strategy), **{"machine": self.machine, **options})
+
+    def run(self, *tensors: Any, strategy: Strategy | None = None, **options: Any) -> Any:
+        """What the kernel gives for tensors, its buffers as the best strategy says, or this one; it is compiled once
+        per strategy and options. `options` are those of `mt.compile`."""
+        return made_once(self._runs, self.compile, strategy or self.best, options)(*tensors)
 
     def simulation(self, strategy: Strategy | None = None) -> Simulation:
         """The best strategy, or this one, simulated."""
@@ -144,14 +156,35 @@ class FoundKernel:
         return strategies_table(self.strategies, self.machine)
 
 
+def made_once(known: dict[tuple, Any], make: Callable[..., Any], strategy: Any, options: Mapping[str, Any]) -> Any:
+    """What `make` gives for a strategy and options, which is made the first time."""
+    key = (strategy, *sorted((name, id(value)) for name, value in options.items()))
+    if key not in known:
+        known[key] = make(strategy, **options), options  # kept, so that no other value has its identity
+    return known[key][0]
+
+
+def cost_head(machine: Machine) -> list[str]:
+    """The head of a column of costs, where the machine has a price."""
+    return [] if machine.price is None else ["cost of 1000"]
+
+
+def costs(machine: Machine, seconds: float, devices: int) -> list[str]:
+    """What a thousand runs cost on so many devices, where the machine has a price."""
+    return [] if machine.price is None else [f"{1000 * seconds * devices * machine.price / 3600:.4g}"]
+
+
 def strategies_table(strategies: tuple[Strategy, ...], machine: Machine) -> str:
     """The ten best."""
-    rows: list[tuple[object, ...]] = [("mesh", "time, ms", "memory, MiB", "received, MiB", "layouts")]
+    rows: list[tuple[object, ...]] = [
+        ("mesh", "time, ms", "memory, MiB", "received, MiB", *cost_head(machine), "layouts")
+    ]
     for strategy in strategies[:10]:
         layouts = strategy.shardings
         words = ", ".join(f"{name} {layout}" for name, layout in list(layouts.items())[:4])
         more = f" and {len(layouts) - 4} more" if len(layouts) > 4 else ""
-        sizes = f"{strategy.memory / 2**20:.2f}", f"{strategy.received / 2**20:.2f}"
+        sizes = [f"{strategy.memory / 2**20:.2f}", f"{strategy.received / 2**20:.2f}"]
+        sizes += costs(machine, strategy.time, strategy.mesh.num_devices)
         rows.append((dict(strategy.mesh.shape), f"{strategy.time * 1e3:.4g}", *sizes, words + more))
     return "\n".join([f"{len(strategies)} strategies on {machine.name}", *columns(rows)])
 

@@ -24,7 +24,7 @@ from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 from mesh_tensor.searching.choices import MODEL, Choice
 from mesh_tensor.searching.pieces import Model, Piece
 from mesh_tensor.simulation import Simulation
-from mesh_tensor.simulation.pipelines import held_for_backward, tile_bytes, weights_of
+from mesh_tensor.simulation.stages import held_for_backward, tile_bytes, weights_of
 
 from . import strategies
 from .fragments import Options, StageFragments, training_fragments

@@ -16,6 +16,7 @@ from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU, machine_named
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.ir import Graph
 from mesh_tensor.searching.evaluate import Evaluator, KernelEvaluator, Strategy
@@ -23,15 +24,20 @@ from mesh_tensor.searching.named_dims import Beam, Rank, kernel_dims, named_dims
 from mesh_tensor.simulation.simulate import check_sizes_known
 
 from .found import Found, FoundKernel
+from .progress import bar
 from .search_training import TrainingOptions, TrainingPlans, search_training
 from .strategies import preset_layouts
 
-_OBJECTIVES: dict[str, Callable[[Strategy], float]] = {"time": lambda s: s.time, "memory": lambda s: s.memory}
+_OBJECTIVES: dict[str, Callable[[Strategy], float]] = {
+    "time": lambda s: s.time,
+    "memory": lambda s: s.memory,
+    "cost": lambda s: s.time * s.mesh.num_devices,
+}
 
 
 def search(
     module: ir.IRModule | ImportedModule | tirx.PrimFunc,
-    devices: int,
+    devices: int | Mesh | Topology,
     machine: Machine | str | None = None,
     *,
     objective: str = "time",
@@ -45,7 +51,7 @@ def search(
     states: int = 2,
     finalists: int = 3,
     known: str | Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | bool = False,
     uneven: bool = False,
     **only: Sequence[Any],
 ) -> Found | FoundKernel | TrainingPlans:
@@ -62,9 +68,11 @@ def search(
         module: a Relax module of known sizes, or what `from_torch` gives; or a kernel of known sizes, whose buffers may
             lie in any way: what it takes to bring them there doesn't count, and nothing but meshes, width, objective,
             memory_limit and seconds does.
-        devices: how many there are.
+        devices: how many there are; or the mesh that is laid out; or a topology, whose meshes are a model's stages, in
+            order: of how many devices each, their axes are found.
         machine: what they are, or a preset's name; None: this project's CPU ranks.
-        objective: what counts: "time" or "memory". The other one decides between equals.
+        objective: what counts: "time", "memory", or "cost", which is time by devices, of which fewer may do then (all
+            numbers that divide `devices`). The others decide between equals.
         memory_limit: bytes of a device that may be used; None: the machine's memory. What needs more comes last.
         function: the function to lay out.
         meshes: the meshes to try; None: all of one or two axes.
@@ -76,7 +84,8 @@ def search(
         finalists: how many of the best are planned in full; the best of them is the first.
         known: what an earlier search wrote with `save()`; it goes on from there.
         uneven: stages may be on meshes of different sizes, too, as dynamic programming cuts them best (1F1B).
-        progress: called with how many ways were looked at, and how many there are.
+        progress: called with how many ways to train (of layouts: meshes) were looked at, and how many there are; True:
+            a bar on stderr.
         only: what ways to train are held to, as `microbatches=[4, 8]`, `schedules`, `zero`, `recompute`, `sequence`,
             or sizes of the `model` axis.
 
@@ -87,10 +96,13 @@ def search(
         MeshTensorError: nothing fits into memory (it says what would), or there is nothing to search.
     """
     machine = machine_named(machine) or CPU
-    _check(devices, objective, width)
-    machine.check_holds(devices, "the search")
+    topology = _topology(devices, batch is not None)
+    count = devices.num_devices if isinstance(devices, (Mesh, Topology)) else devices
+    _check(count, objective, width)
+    machine.check_holds(count, "the search")
     limit = machine.main_memory.size if memory_limit is None else memory_limit
-    tried = [Mesh(mesh) for mesh in meshes] if meshes is not None else _meshes(devices)
+    tried = _tried(count, topology, meshes, objective)
+    told = (bar if progress else None) if isinstance(progress, bool) else progress
     if isinstance(module, tirx.PrimFunc):
         if batch is not None or known is not None or only:
             given = {"batch": batch, "known": known, **only}
@@ -114,7 +126,7 @@ def search(
             )
         return search_training(
             imported,
-            devices,
+            count,
             machine,
             batch,
             TrainingOptions(
@@ -127,8 +139,9 @@ def search(
                 finalists,
                 only,
                 known,
-                progress,
+                told,
                 uneven,
+                topology,
             ),
         )
     if only:
@@ -141,10 +154,12 @@ def search(
     rank = _rank(objective, limit)
     end = time.monotonic() + seconds
     found: list[Strategy] = []
-    for mesh in tried:
+    for number, mesh in enumerate(tried, 1):
         presets = [evaluator.strategy(mesh, layouts) for layouts in preset_layouts(module, function, mesh)]
         found += [strategy for strategy in presets if strategy is not None]
         found += Beam(evaluator, dims, rank, width).run(mesh, lambda: time.monotonic() > end)
+        if told is not None:
+            told(number, len(tried))
     if not found:
         refuse("no layout of the module can be planned", where=f"function {function!r}", fix="see mt.distribute_module")
     found = _best_in_full(sorted(dict.fromkeys(found), key=rank), evaluator, rank)
@@ -221,6 +236,27 @@ def _check(devices: int, objective: str, width: int) -> None:
         refuse(f"objective is {shown(objective)}", fix=f"it is one of {', '.join(_OBJECTIVES)}")
     if not isinstance(width, int) or width < 1:
         refuse(f"width is {shown(width)}", fix="it is how many strategies are carried on, 4 if it is left out")
+
+
+def _topology(devices: int | Mesh | Topology, trained: bool) -> Topology | None:
+    """The meshes that are given, if any are."""
+    if isinstance(devices, Mesh):
+        return Topology({"mesh": devices})
+    if isinstance(devices, Topology) and len(devices.names) > 1 and not trained:
+        refuse(f"layouts of a module on several meshes: {devices}", fix="give a mesh, or train in stages: batch=")
+    return devices if isinstance(devices, Topology) else None
+
+
+def _tried(
+    devices: int, topology: Topology | None, meshes: Sequence[Mapping[str, int]] | None, objective: str
+) -> list[Mesh]:
+    """The meshes of layouts."""
+    if meshes is not None:
+        return [Mesh(mesh) for mesh in meshes]
+    if topology is not None:
+        return [topology[name] for name in topology.names]
+    counts = [n for n in range(1, devices + 1) if devices % n == 0] if objective == "cost" else [devices]
+    return [mesh for count in counts for mesh in _meshes(count)]
 
 
 def _meshes(devices: int) -> list[Mesh]:

@@ -15,14 +15,16 @@ from mesh_tensor.base.errors import did_you_mean, refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import machine_code
 from mesh_tensor.base.recent import uncollected
+from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipelining.orders import SCHEDULES
 from mesh_tensor.searching.choices import DATA, Choice, Part, Space, runs_halves
 from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, layers_of, pareto
 from mesh_tensor.simulation import PipelineSimulation
-from mesh_tensor.simulation.pipelines import tile_bytes
+from mesh_tensor.simulation.stages import tile_bytes
 from mesh_tensor.simulation.summary import in_bytes, in_seconds
 
+from .found import cost_head, costs, made_once
 from .fragments import StageFragments
 from .model_pieces import ModelPieces, elements_of
 from .pipeline import Pipeline, pipeline
@@ -50,6 +52,8 @@ class TrainingPlans:
     considered: int
     too_large: int
     pieces: ModelPieces = field(repr=False)
+    names: tuple[str, ...] = ()  # of meshes, where it was said on which
+    _runs: dict[tuple, Any] = field(repr=False, default_factory=dict)
 
     @property
     def best(self) -> Estimate:
@@ -82,10 +86,11 @@ class TrainingPlans:
             done += count
             cuts.append(names.get(self.pieces.leaving[done], self.pieces.leaving[done]))
         last = names.get(self.pieces.flow.results[0], self.pieces.flow.results[0])
-        meshes = {f"m{number}": dict(each.mesh.shape) for number, each in enumerate(choice.each)}
+        names_of_meshes = self.names or [f"m{number}" for number in range(choice.meshes)]
+        meshes = {name: dict(each.mesh.shape) for name, each in zip(names_of_meshes, choice.each, strict=True)}
         return {
             "topology": meshes,
-            "stages": cuts or {"m0": [last]},
+            "stages": cuts or {names_of_meshes[0]: [last]},
             "shardings": {names.get(n, n): layout for n, layout in shardings_of(self.pieces, choice).items()},
             "microbatches": choice.microbatches,
             "schedule": choice.schedule,
@@ -94,8 +99,9 @@ class TrainingPlans:
         }
 
     def run(self, *batch: Any, plan: Estimate | None = None, **options: Any) -> Any:
-        """What the plan's pipeline gives for a batch: the loss. The pipeline is made once per plan."""
-        return self.pipeline(plan, **options)(*batch)
+        """What the plan's pipeline gives for a batch: the loss. The pipeline is made once per plan and options; take
+        `pipeline` for its gradients, and to update weights."""
+        return made_once(self._runs, self.pipeline, plan or self.best, options)(*batch)
 
     def pipeline(self, plan: Estimate | None = None, **options: Any) -> Pipeline:
         """The best plan, or this one, as a pipeline that trains; the options of `mt.pipeline`. Its optimizer's rule is
@@ -128,9 +134,11 @@ class TrainingPlans:
         Path(path).write_text(json.dumps(made), encoding="utf-8")
 
     def __str__(self) -> str:
-        rows: list[tuple[object, ...]] = [("plan", "layers of stages", "step", "memory")]
+        rows: list[tuple[object, ...]] = [("plan", "layers of stages", "step", "memory", *cost_head(self.machine))]
         for each in self.plans[:10]:
-            rows.append((each.choice, " ".join(map(str, each.layers)), in_seconds(each.time), in_bytes(each.memory)))
+            cost = costs(self.machine, each.time, each.choice.devices)
+            layers = " ".join(map(str, each.layers))
+            rows.append((each.choice, layers, in_seconds(each.time), in_bytes(each.memory), *cost))
         head = f"{self.considered} ways to train on {self.machine.name}, batch {self.batch}: "
         return "\n".join([f"{head}{self.too_large} don't fit", *columns(rows)])
 
@@ -164,6 +172,7 @@ class TrainingOptions:
     known: str | Path | None
     progress: Report | None
     uneven: bool = False
+    topology: Topology | None = None
 
 
 @uncollected
@@ -174,17 +183,17 @@ def search_training(
     _check(batch, options)
     halves = any(runs_halves(name) for name in options.only.get("schedules", ()))
     pieces = ModelPieces(module.mod, options.function, options.inputs, machine, halves=halves)
-    space = _space(pieces, devices, batch, options.only)
     composer = Composer(machine, options.states)
-    choices = [choice for choice in space.choices() if pieces.takes(batch // choice.microbatches)]
-    if options.uneven:
-        choices += uneven_choices(pieces, composer, space, options.limit)
+    choices = _choices(pieces, composer, devices, batch, options)
     if not choices:
         fixed = f"the module takes {pieces.rows} rows at a time" if pieces.rows else ""
+        held = "" if options.topology is None else f", in stages on the meshes of {options.topology}"
         refuse(
-            f"there is no way to train a batch of {batch} rows on {devices} devices",
+            f"there is no way to train a batch of {batch} rows on {devices} devices{held}",
             why=fixed or "what it is held to leaves nothing",
-            fix="export the model with an open batch size" if fixed else "allow more microbatches or schedules",
+            fix="export the model with an open batch size"
+            if fixed
+            else "allow more microbatches or schedules; meshes of a topology are of one size",
         )
     known = {} if options.known is None else _read(options.known, machine, batch, options.function)
     found, sizes = _composed(choices, pieces, composer, batch, options, known)
@@ -198,7 +207,27 @@ def search_training(
     rank = _rank(options.objective)
     plans = _in_full(sorted(found, key=rank), pieces, composer, batch, options)
     plans.sort(key=lambda each: (not each.in_full, rank(each)))  # what is put together may leave something out
-    return TrainingPlans(module, options.function, machine, batch, tuple(plans), len(choices), len(sizes), pieces)
+    names = () if options.topology is None else options.topology.names
+    return TrainingPlans(
+        module, options.function, machine, batch, tuple(plans), len(choices), len(sizes), pieces, names
+    )
+
+
+def _choices(
+    pieces: ModelPieces, composer: Composer, devices: int, batch: int, options: TrainingOptions
+) -> list[Choice]:
+    """All ways on so many devices, or on the meshes that are given; on fewer, too, where cost counts."""
+    fewer = options.objective == "cost" and options.topology is None
+    found: list[Choice] = []
+    for count in [n for n in range(1, devices + 1) if devices % n == 0] if fewer else [devices]:
+        space = _space(pieces, count, batch, options.only)
+        found += [choice for choice in space.choices() if pieces.takes(batch // choice.microbatches)]
+        if options.uneven:
+            found += uneven_choices(pieces, composer, space, options.limit)
+    if options.topology is None:
+        return found
+    sizes = [options.topology[name].num_devices for name in options.topology.names]
+    return [choice for choice in found if [each.data * each.model for each in choice.each] == sizes]
 
 
 def _composed(
@@ -291,6 +320,8 @@ def _choice(row: Mapping[str, Any]) -> Choice:
 def _rank(objective: str) -> Rank:
     if objective == "memory":
         return lambda e: (e.memory, e.time, e.choice)
+    if objective == "cost":
+        return lambda e: (e.time * e.choice.devices, e.time, e.memory, e.choice)
     return lambda e: (e.time, e.memory, e.choice)
 
 

@@ -139,8 +139,8 @@ class _Decomposition:
             inner = self._taken_apart(node)
             if inner is not None:
                 return self._inlined(graph, inner, node, place)
-            whole = stays(node) and _name(node) not in self._names  # TVM's conversions of what is made of others differ
-            return self._copied(graph, node, place) if whole else _FAILED
+            is_known = _name(node) in self._names  # perhaps not with all options
+            return self._copied(graph, node, place) if stays(node) and not is_known else _FAILED
         if not self._is_known(node):
             return _FAILED
         return self._copied(graph, node, place)

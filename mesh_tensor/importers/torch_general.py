@@ -15,9 +15,15 @@ from mesh_tensor.targets.dtypes import dtype_name
 from mesh_tensor.targets.torch_ops.linear_algebra import is_function
 
 from .torch_args import arguments, emit, result_dtype
+from .torch_numbers import divide_rounded, of_tvm
 
 _NUMBERS = (bool, int, float, str, type(None))
 _WHERE = ("device", "layout", "memory_format", "pin_memory")  # arguments that say where results lie, not what they are
+# Operators of one tensor's elements whose gradients, far from 0 or at bounds, are not those of what they are made of.
+WITH_GRADIENTS = (
+    *("binary_cross_entropy", "celu", "elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "mish", "relu6", "sinc"),
+    *("softplus", "special_entr"),
+)
 # Of stacks of matrices, each by itself.
 _OF_MATRICES = (
     "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky cholesky_inverse"
@@ -60,6 +66,30 @@ def any_operator(node: torch.fx.Node, importer: Any) -> relax.Expr:
     args, kwargs = _stated(node.args, tensors), _stated(kwargs, tensors)
     text = any_text(_name(node), _leading(node, tensors), args, kwargs)
     return _called(ANY, text, tensors, node, importer)
+
+
+def with_its_gradient(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Torch's own operator where it is of floats, and of no symbolic size; else what TVM's importer makes of it."""
+    sized = any(not isinstance(operand.meta.get("val"), torch.Tensor) for operand in node.all_input_nodes)
+    is_known = _name(node) in importer.conversions_of_tvm
+    own = not is_known or (node.meta["val"].dtype.is_floating_point and not sized)
+    return any_operator(node, importer) if own else of_tvm(node, importer)
+
+
+def divided(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """A quotient, rounded or not: floats that are rounded have no gradient, not that of a quotient."""
+    rounded = node.kwargs.get("rounding_mode") is not None
+    return (with_its_gradient if rounded else divide_rounded)(node, importer)
+
+
+def cross_entropy_of_two(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Element by element; then the mean (1) or the sum (2) of all."""
+    *operands, reduction = arguments(node, importer, 2, weight=None, reduction=1)
+    values = [value for value in operands if value is not None]
+    args = [{"tensor": number} for number in range(len(values))] + [None] * (3 - len(values)) + [0]
+    text = relax.StringImm(any_text("binary_cross_entropy.default", None, args, {}))
+    each = emit(importer, relax.op.call_pure_packed(ANY, *values, text, sinfo_args=[values[0].struct_info]))
+    return each if not reduction else emit(importer, (relax.op.mean if reduction == 1 else relax.op.sum)(each))
 
 
 def _leading(node: torch.fx.Node, tensors: list[torch.fx.Node]) -> int | None:
@@ -119,7 +149,7 @@ def _known_sizes(tensors: list[torch.fx.Node], importer: Any) -> dict[str, tirx.
 
 def _info(tensor: torch.Tensor, known: Mapping[str, tirx.PrimExpr]) -> relax.TensorStructInfo:
     shape = [size if isinstance(size, int) else known.get(str(size)) for size in tensor.shape]
-    if None in shape:
+    if any(size is None for size in shape):
         refuse(f"the result's shape {tuple(tensor.shape)} has sizes that no operand has", fix="export constant sizes")
     return relax.TensorStructInfo(shape, dtype_name(tensor.dtype))
 
@@ -137,6 +167,10 @@ GROUPS = {"_grouped_mm.default": grouped, "grouped_mm_fallback.default": grouped
 
 GENERAL = {
     **{name.removeprefix("aten."): general for name in ATEN},
+    **{f"{name}.default": with_its_gradient for name in WITH_GRADIENTS},
+    "clamp.Tensor": with_its_gradient,
+    "div.Tensor_mode": divided,
+    "binary_cross_entropy.default": cross_entropy_of_two,
     "_grouped_mm.default": grouped,
     "grouped_mm_fallback.default": grouped,
 }

@@ -3,6 +3,7 @@ operators. See torch_ops for what each function takes."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -36,11 +37,44 @@ def any_true(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.astype(counts, "bool"))
 
 
-def smallest_along(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """The minimum along a dim, and where it is."""
-    x, dim, keep = arguments(node, importer, 2, keepdim=False)
-    indices = emit(importer, relax.op.astype(emit(importer, relax.op.argmin(x, dim, keep)), "int64"))
-    return emit(importer, relax.Tuple([emit(importer, relax.op.min(x, [dim], keep)), indices]))
+def extreme_along(where: Callable[..., relax.Expr]) -> Convert:
+    """The maximum or minimum along a dim, and where it is first: that element alone has a gradient."""
+
+    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
+        x, dim, keep = arguments(node, importer, 2, keepdim=False)
+        compared = emit(importer, relax.op.astype(x, "int8")) if x.struct_info.dtype == "bool" else x
+        indices = emit(importer, relax.op.astype(emit(importer, where(compared, dim, True)), "int64"))
+        made = [emit(importer, relax.op.gather_elements(x, indices, axis=dim)), indices]
+        made = made if keep else [emit(importer, relax.op.squeeze(each, [dim])) for each in made]
+        return emit(importer, relax.Tuple(made))
+
+    return converted
+
+
+def norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """The norm of vectors along dims (none: all), in the result's dtype."""
+    x, order, dims, keep = arguments(node, importer, 1, ord=2, dim=None, keepdim=False)
+    x, dims = in_result_dtype(node, importer, x), _dims(dims)
+    size = emit(importer, relax.op.abs(x))
+    if order in (math.inf, -math.inf):
+        return emit(importer, (relax.op.max if order > 0 else relax.op.min)(size, dims, keep))
+    if order == 0:
+        zero = relax.const(0, x.struct_info.dtype)
+        counted = emit(importer, relax.op.astype(emit(importer, relax.op.not_equal(x, zero)), x.struct_info.dtype))
+        return emit(importer, relax.op.sum(counted, dims, keep))
+    if order == 1:
+        return emit(importer, relax.op.sum(size, dims, keep))
+    power = relax.op.multiply(x, x) if order == 2 else relax.op.power(size, relax.const(order, x.struct_info.dtype))
+    return root(importer, emit(importer, relax.op.sum(emit(importer, power), dims, keep)), order)
+
+
+def root(importer: Any, total: relax.Expr, order: float = 2) -> relax.Expr:
+    """The root of what is not negative. Its gradient at 0 is 0, as torch has it for norms and deviations."""
+    zero, one, inverse = (relax.const(value, total.struct_info.dtype) for value in (0, 1, 1 / order))
+    is_zero = emit(importer, relax.op.equal(total, zero))
+    inside = emit(importer, relax.op.where(is_zero, one, total))
+    made = relax.op.sqrt(inside) if order == 2 else relax.op.power(inside, inverse)
+    return emit(importer, relax.op.where(is_zero, zero, emit(importer, made)))
 
 
 def sort(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -206,7 +240,9 @@ NUMBERS: dict[str, Convert] = {
     "logical_not.default": is_zero,
     "logical_or.default": _of_bools(relax.op.logical_or),
     "logical_xor.default": _of_bools(relax.op.logical_xor),
-    "min.dim": smallest_along,
+    "linalg_vector_norm.default": norm,
+    "max.dim": extreme_along(relax.op.argmax),
+    "min.dim": extreme_along(relax.op.argmin),
     "mod": _of_sizes(operator.mod),
     "prod.default": over_dims(relax.op.prod),
     "prod.dim_int": over_dims(relax.op.prod),

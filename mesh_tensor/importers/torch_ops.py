@@ -19,9 +19,9 @@ from .torch_attention import attention
 from .torch_backward import BACKWARD, KEPT_BACKWARD
 from .torch_convolutions import CONVOLUTIONS
 from .torch_dropout import converted as dropout
-from .torch_general import GENERAL
+from .torch_general import GENERAL, WITH_GRADIENTS
 from .torch_indexing import INDEXING, SHAPES
-from .torch_numbers import NUMBERS, Convert, promoting
+from .torch_numbers import NUMBERS, Convert, promoting, root
 
 _aten = torch.ops.aten
 
@@ -40,6 +40,10 @@ KEPT = (
     _aten.detach.default,
     _aten.roll.default,
     _aten.bilinear.default,
+    _aten._safe_softmax.default,
+    _aten.std.correction,
+    *(getattr(_aten, name).default for name in WITH_GRADIENTS),
+    _aten.special_log_ndtr.default,
     *KEPT_BACKWARD,
 )
 
@@ -130,7 +134,7 @@ def variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 def deviation(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The root of the variance."""
-    return emit(importer, relax.op.sqrt(variance(node, importer)))
+    return root(importer, variance(node, importer))
 
 
 def embedding(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -158,17 +162,6 @@ def detach(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The same, as a constant when gradients are taken. Where it holds no floats it is one anyway."""
     (x,) = arguments(node, importer, 1)
     return emit(importer, relax.op.grad.no_grad(x)) if "float" in x.struct_info.dtype else x
-
-
-def elu(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """scale * x above zero, scale * alpha * (exp(input_scale * x) - 1) below; selu and celu are made of it."""
-    x, alpha, scale, input_scale = arguments(node, importer, 1, alpha=1, scale=1, input_scale=1)
-    dtype = x.struct_info.dtype
-    zero, one = relax.const(0, dtype), relax.const(1, dtype)
-    below = emit(importer, relax.op.exp(_scaled(importer, emit(importer, relax.op.minimum(x, zero)), input_scale)))
-    below = _scaled(importer, emit(importer, relax.op.subtract(below, one)), alpha * scale)
-    positive = emit(importer, relax.op.greater(x, zero))
-    return emit(importer, relax.op.where(positive, _scaled(importer, x, scale), below))
 
 
 def variance_and_mean(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -219,12 +212,12 @@ def batch_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 
 CONVERTERS: dict[str, Convert] = {
-    **GENERAL,
     **BACKWARD,
     **CONVOLUTIONS,
     **INDEXING,
     **NUMBERS,
     **SHAPES,
+    **GENERAL,
     "_native_batch_norm_legit_functional.default": batch_norm,
     "add.Tensor": with_alpha(relax.op.add),
     "addmm.default": addmm,
@@ -232,7 +225,6 @@ CONVERTERS: dict[str, Convert] = {
     "bmm.default": matmul,
     "counted_dropout.default": dropout,
     "detach.default": detach,
-    "elu.default": elu,
     "embedding.default": embedding,
     "flip.default": flip,
     "gelu.default": gelu,

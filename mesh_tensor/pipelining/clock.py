@@ -8,10 +8,10 @@ channel, messages wait for each other; an action waits for what it takes. Tags (
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from mesh_tensor.base.errors import listing, refuse
 
@@ -34,16 +34,24 @@ class Event(NamedTuple):
 class Timeline:
     """When every action of a schedule runs, mesh by mesh. Exact where costs are ints or Fractions.
 
+    endings   per mesh: from when to when what follows its last action runs
+
     >>> timeline(Schedule.named("1f1b", meshes=2, microbatches=4), {"F": 1, "B": 2})
     Timeline(makespan=15, bubble=0.2)
     """
 
     rows: tuple[tuple[Event, ...], ...]
+    endings: tuple[tuple[float, float], ...] = ()
 
     @cached_property
     def makespan(self) -> float:
         """When the last action ends."""
         return max((row[-1].end for row in self.rows if row), default=0)
+
+    @property
+    def end(self) -> float:
+        """When everything has ended, what follows the last actions, too."""
+        return max((self.makespan, *(end for _, end in self.endings)))
 
     def busy(self, mesh: int) -> float:
         """How long a mesh computes."""
@@ -68,40 +76,114 @@ class Timeline:
         return f"Timeline(makespan={self.makespan:g}, bubble={float(self.bubble):.3g})"
 
 
+@dataclass(frozen=True)
+class Processors:
+    """So many processors that meshes share; an action of a mesh keeps `needed[mesh]` of them busy."""
+
+    count: int
+    needed: Sequence[int]
+
+
 def timeline(
     schedule: Schedule,
     costs: Costs,
     transfer: float | Callable[[int, int], float] = 0,
     takes: Takes | None = None,
+    *,
+    endings: Sequence[float] = (),
+    processors: Processors | None = None,
 ) -> Timeline:
-    """Run the schedule on a clock: an action starts once its mesh is free and what it needs is there.
+    """Run the schedule on a clock: an action starts once its mesh is free and what it needs is there; and, where
+    meshes share processors, once enough of these are free: what can start first does.
 
     `costs` are per kind (B is I + W where it isn't given), or of an action. A value takes `transfer` from one mesh to
-    another, or what that says of the two stages. Sends and receives take none of a mesh's time.
+    another, or what that says of the two stages. Sends and receives take none of a mesh's time. `endings` are what
+    every mesh does after its last action.
     """
-    cost = costs if callable(costs) else _of_kinds(costs, schedule)
-    dependencies = Dependencies(schedule, takes)
-    mesh_of, ended = schedule.mesh_of, cast(dict[Action, float], {})
-    delay = transfer if callable(transfer) else lambda source, target: transfer
-    rows: list[list[Event]] = [[] for _ in schedule.rows]
-    left, before = sum(map(len, schedule.rows)), -1
-    while left != before:
-        before = left
-        for mesh, (events, row) in enumerate(zip(rows, schedule.rows, strict=True)):
-            for action in row[len(events) :]:
-                needs = dependencies.needs(action)
-                if not all(need in ended for need in needs):
-                    break
-                start = events[-1].end if events else 0
-                for need in needs:
-                    other = mesh_of[need.stage] != mesh
-                    start = max(start, ended[need] + (delay(need.stage, action.stage) if other else 0))
-                ended[action] = end = start + cost(action)
-                events.append(Event(mesh, start, end, action))
-                left -= 1
-    if left:
-        check_schedule(schedule, takes=takes)  # says what can't go on, and why
-    return Timeline(tuple(map(tuple, rows)))
+    clock = _Clock(schedule, costs if callable(costs) else _of_kinds(costs, schedule), transfer, takes)
+    after = list(endings) or [0] * schedule.num_meshes
+    starts = clock.run() if processors is None else clock.run_on(processors, after)
+    return clock.made(starts, after)
+
+
+class _Clock:
+    """What has run so far."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        cost: Callable[[Action], float],
+        transfer: float | Callable[[int, int], float],
+        takes: Takes | None,
+    ) -> None:
+        self._schedule, self._cost, self._takes = schedule, cost, takes
+        self._dependencies = Dependencies(schedule, takes)
+        self._delay = transfer if callable(transfer) else lambda source, target: transfer
+        self._ended: dict[Action, float] = {}
+        self._rows: list[list[Event]] = [[] for _ in schedule.rows]
+
+    def run(self) -> list[float]:
+        """Meshes have processors of their own: each goes on as far as it can. Gives when each has ended."""
+        progress = True
+        while progress:
+            progress = False
+            for mesh, row in enumerate(self._schedule.rows):
+                for action in row[len(self._rows[mesh]) :]:
+                    start = self._ready(mesh, action)
+                    if start is None:
+                        break
+                    self._do(mesh, action, start)
+                    progress = True
+        return [self._free(mesh) for mesh in range(len(self._rows))]
+
+    def run_on(self, processors: Processors, endings: Sequence[float]) -> list[float]:
+        """Meshes share processors: one action after the other, that which can start first; and what follows each
+        mesh's last action. Gives when that starts."""
+        free, starts = [0.0] * processors.count, dict[int, float]()
+        while True:
+            waiting = [mesh for mesh in range(len(self._rows)) if mesh not in starts]
+            found = [each for mesh in waiting if (each := self._next(mesh, free[processors.needed[mesh] - 1]))]
+            if not found:
+                return [starts.get(mesh, 0.0) for mesh in range(len(self._rows))]
+            start, mesh, action = min(found, key=lambda each: each[:2])
+            if action is None:
+                starts[mesh], end = start, start + endings[mesh]
+            else:
+                end = self._do(mesh, action, start)
+            needed = processors.needed[mesh]
+            free = sorted([*free[needed:], *[end] * needed])
+
+    def _next(self, mesh: int, free: float) -> tuple[float, int, Action | None] | None:
+        """What a mesh does next, and from when on it can; no action stands for what follows all."""
+        row, done = self._schedule.rows[mesh], len(self._rows[mesh])
+        action = row[done] if done < len(row) else None
+        start = self._free(mesh) if action is None else self._ready(mesh, action)
+        return None if start is None else (max(start, free), mesh, action)
+
+    def _free(self, mesh: int) -> float:
+        return self._rows[mesh][-1].end if self._rows[mesh] else 0
+
+    def _ready(self, mesh: int, action: Action) -> float | None:
+        """When an action could start by what it needs; nothing while that hasn't run."""
+        start, ended, mesh_of = self._free(mesh), self._ended, self._schedule.mesh_of
+        for need in self._dependencies.needs(action):
+            if need not in ended:
+                return None
+            delay = self._delay(need.stage, action.stage) if mesh_of[need.stage] != mesh else 0
+            start = max(start, ended[need] + delay)
+        return start
+
+    def _do(self, mesh: int, action: Action, start: float) -> float:
+        self._ended[action] = end = start + self._cost(action)
+        self._rows[mesh].append(Event(mesh, start, end, action))
+        return end
+
+    def made(self, starts: Sequence[float], endings: Sequence[float]) -> Timeline:
+        """What has run; refused where something can't go on."""
+        if len(self._ended) < sum(map(len, self._schedule.rows)):
+            check_schedule(self._schedule, takes=self._takes)  # says what can't go on, and why
+        pairs = zip(starts, endings, strict=True)
+        return Timeline(tuple(map(tuple, self._rows)), tuple((start, start + took) for start, took in pairs))
 
 
 def _of_kinds(costs: Mapping[str, float], schedule: Schedule) -> Callable[[Action], float]:

@@ -1,58 +1,71 @@
-"""What a pipeline takes on a Machine: its fragments are simulated once each, then its schedule goes by their times;
-and what its meshes hold."""
+"""What a pipeline takes on a Machine: its fragments are simulated once each, then its schedule goes by their times."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mesh_tensor.base.collectives import BETWEEN, collective_time
-from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine
-from mesh_tensor.base.placement import Partial, Replicate
-from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.pipelining.check import Held
-from mesh_tensor.pipelining.clock import Timeline, timeline
-from mesh_tensor.pipelining.fragments import gradient_name
+from mesh_tensor.pipelining.check import Dependencies, Takes
+from mesh_tensor.pipelining.clock import Event, Processors, Timeline, timeline
 from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.program.program import Program
-from mesh_tensor.redistribution.transfer import TransferPlan
 
-from .summary import in_bytes, in_seconds, pipeline_page
+from .pipeline_summary import (
+    REDUCED,
+    SENT,
+    ActionGroup,
+    action_groups,
+    pipeline_page,
+    pipeline_table,
+    pipeline_trace,
+    pipeline_why,
+)
+from .stages import adding_seconds, held_bytes_of, reducing_seconds, transfer_seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PipelineSimulation:
     """What a pipeline takes on a Machine.
 
-    timeline     when every action of the schedule runs, mesh by mesh
     fragments    (stage, kind) -> the fragment's own Simulation
+    beside       (stage, kind) -> seconds of the first microbatch's action beside its fragment, and of every other's
     transfers    (stage, stage) -> seconds of what goes from one to the other, for a microbatch
     endings      per mesh: seconds in which gradients are reduced after its last action
-    peaks        per mesh: the most bytes that one of its devices holds
-    shared       seconds that all meshes take of processors that they share; 0 where each device has one
+    held         per mesh: the most bytes that one of its devices holds while each action runs, and at last
+    takes        per stage, the stages that it takes values of
+    devices      per mesh
     """
 
     machine: Machine
     meshes: tuple[str, ...]
     schedule: Schedule
-    timeline: Timeline
     fragments: Mapping[tuple[int, str], Any]
+    beside: Mapping[tuple[int, str], tuple[float, float]]
     transfers: Mapping[tuple[int, int], float]
     endings: tuple[float, ...]
-    peaks: tuple[int, ...]
-    shared: float = 0.0
+    held: tuple[tuple[int, ...], ...]
+    takes: Takes
+    devices: tuple[int, ...]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When every action of the schedule runs, mesh by mesh. Where meshes share processors, an action waits for
+        them, and what it receives of other meshes is part of it."""
+        return self._played(frozenset())
 
     @property
     def time(self) -> float:
-        """Seconds, from the first action's start until all gradients are reduced; at least what meshes take of
-        processors that they share."""
-        ends = [row[-1].end if row else 0.0 for row in self.timeline.rows]
-        return max(self.shared, *(end + ending for end, ending in zip(ends, self.endings, strict=True)))
+        """Seconds, from the first action's start until all gradients are reduced."""
+        return self.timeline.end
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Per mesh: the most bytes that one of its devices holds."""
+        return tuple(map(max, self.held))
 
     @property
     def peak_bytes(self) -> int:
@@ -70,39 +83,127 @@ class PipelineSimulation:
         """The share of the time that the meshes don't work, over all of them."""
         return self.timeline.bubble
 
+    @property
+    def exposed(self) -> float:
+        """The share of the time that devices wait for collectives of their mesh, over all of them. Waiting for other
+        meshes is part of the bubble."""
+        if not self.time:
+            return 0.0
+        waiting = list(self.endings)
+        for event in self._events.values():
+            run = self.fragments.get((event.action.stage, event.action.kind))
+            waiting[event.mesh] += 0.0 if run is None else run.exposed * run.time
+        return self._per_device(waiting) / self.time
+
+    @property
+    def flops(self) -> float:
+        """Operations of one device, in the mean over all."""
+        rows = self.timeline.rows
+        return self._per_device([sum(self._flops(event.action) for event in row) for row in rows])
+
+    def utilisation(self, dtype: str, flops: float | None = None) -> float:
+        """The share of the machine's peak on `dtype` that is used; `flops` are the operations that count, of one
+        device (a model's own, say): all of them if they are left out."""
+        return (self.flops if flops is None else flops) / (self.time * self.machine.peak(dtype)) if self.time else 0.0
+
     def per_second(self, count: float) -> float:
         """How many there are per second, of what there are `count` per batch (tokens, images)."""
         return count / self.time if self.time else 0.0
 
+    @cached_property
+    def critical_path(self) -> tuple[Event, ...]:
+        """The actions that the end waited for, one after the other; a gap between two is a transfer."""
+        ends = [end for _, end in self.timeline.endings]
+        found = list(self.timeline.rows[ends.index(max(ends))][-1:])
+        while found and (before := self._waited_for(found[-1])):
+            found.append(before)
+        return tuple(reversed(found))
+
+    def without(self, kinds: Iterable[str]) -> float:
+        """The seconds that everything would take if what is called so took none: actions of a stage ("0F"), what
+        goes from mesh to mesh ("transfers"), gradients' reductions at the end ("reductions")."""
+        return self._played(frozenset(kinds)).end
+
+    def groups(self) -> list[ActionGroup]:
+        """The actions by stage and kind, transfers and reductions; those first without which everything would be over
+        soonest."""
+        return action_groups(self)
+
+    def why(self, most: int = 3) -> str:
+        """What costs most, what for, and what would change that."""
+        return pipeline_why(self, most)
+
     def trace(self, path: str | Path | None = None) -> dict[str, Any]:
-        """The timeline as Chrome's tracing and Perfetto read it, a process per mesh; written to `path`, if there is
-        one."""
-        events: list[dict[str, Any]] = []
-        for number, (name, row) in enumerate(zip(self.meshes, self.timeline.rows, strict=True)):
-            events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
-            for event in row:
-                place = {"pid": number, "tid": 0, "ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
-                events.append({"ph": "X", "name": str(event.action), "cat": event.action.name, **place})
-        made = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"machine": self.machine.name}}
-        if path is not None:
-            Path(path).write_text(json.dumps(made), encoding="utf-8")
-        return made
+        """The timeline as Chrome's tracing and Perfetto read it, a process per mesh, with the bytes that a device of it
+        holds; written to `path`, if there is one."""
+        return pipeline_trace(self, path)
 
     def page(self, path: str | Path | None = None) -> str:
         """The timeline as an HTML page that needs nothing else; written to `path`, if there is one."""
         return pipeline_page(self, path)
 
     def __str__(self) -> str:
-        head = f"{self.schedule.name} on {', '.join(self.meshes)}, machine {self.machine.name}"
-        lines = [
-            head,
-            f"  time {in_seconds(self.time)}, bubble {self.bubble:.1%}, {in_bytes(self.peak_bytes)} per device",
-        ]
-        for (stage, kind), made in self.fragments.items():
-            lines.append(f"  {stage}{kind}  {in_seconds(made.time)}, {in_bytes(made.peak_bytes)} per device")
-        for (source, target), seconds in self.transfers.items():
-            lines.append(f"  from stage {source} to {target}  {in_seconds(seconds)}")
-        return "\n".join(lines)
+        return pipeline_table(self)
+
+    def _played(self, without: frozenset[str]) -> Timeline:
+        """The schedule, where what is called so takes no time."""
+        shared = self.machine.processors
+
+        def delay(source: int, target: int) -> float:
+            return 0.0 if SENT in without else self._delay(source, target)
+
+        def cost(action: Action) -> float:
+            received = 0.0 if shared is None else self._receiving(action) * (SENT not in without)
+            if f"{action.stage}{action.kind}" in without:
+                return received
+            run = self.fragments.get((action.stage, action.kind))
+            beside = self.beside[action.stage, action.kind][action.microbatch > 0]
+            return self.machine.action + beside + received + (0.0 if run is None else run.time)
+
+        endings = [0.0 if REDUCED in without else ending for ending in self.endings]
+        if shared is None:
+            return timeline(self.schedule, cost, delay, self.takes, endings=endings)
+        processors = Processors(shared, [min(shared, count) for count in self.devices])
+        return timeline(self.schedule, cost, 0.0, self.takes, endings=endings, processors=processors)
+
+    def _receiving(self, action: Action) -> float:
+        """Seconds of what an action takes of other meshes."""
+        needs = [need for need in self._dependencies.needs(action) if need.stage != action.stage]
+        return sum(self._delay(need.stage, action.stage) for need in needs)
+
+    def _waited_for(self, event: Event) -> Event | None:
+        """The action that another one waited for: the last that ended of what it needs, with its way, and of those
+        before it on its mesh; or, where that was earlier, on processors that it needs."""
+        row, by_action = self.timeline.rows[event.mesh], self._events
+        found = [(each.end, each) for each in row[: row.index(event)][-1:]]
+        for need in self._dependencies.needs(event.action):
+            sent = 0.0 if self.machine.processors is not None else self._delay(need.stage, event.action.stage)
+            found.append((by_action[need].end + sent, by_action[need]))
+        last = max(found, key=lambda each: each[0], default=None)
+        if self.machine.processors is not None and (last is None or last[0] < event.start):
+            left = [each for each in by_action.values() if each.end == event.start > each.start]
+            return left[0] if left else None
+        return None if last is None else last[1]
+
+    @cached_property
+    def _events(self) -> dict[Action, Event]:
+        return {event.action: event for row in self.timeline.rows for event in row}
+
+    @cached_property
+    def _dependencies(self) -> Dependencies:
+        return Dependencies(self.schedule, self.takes)
+
+    def _delay(self, source: int, target: int) -> float:
+        """Seconds from a stage to another one, forwards or back."""
+        return self.transfers.get((source, target), self.transfers.get((target, source), 0.0))
+
+    def _flops(self, action: Action) -> int:
+        run = self.fragments.get((action.stage, action.kind))
+        return 0 if run is None else run.flops
+
+    def _per_device(self, per_mesh: Iterable[float]) -> float:
+        """The mean over all devices of what each device of a mesh has."""
+        return sum(each * count for each, count in zip(per_mesh, self.devices, strict=True)) / sum(self.devices)
 
 
 def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program, Machine], Any]) -> PipelineSimulation:
@@ -112,7 +213,7 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
         MeshTensorError: its sizes are open, or the machine can't hold it.
     """
     machine.check_holds(pipe.topology.num_devices, str(pipe.topology))
-    stages = pipe.fragments
+    stages, names = pipe.fragments, pipe.topology.names
     made = {
         (here.stage.index, kind): simulation(fragment.module.program, machine)
         for here in stages
@@ -120,151 +221,24 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
     }
     transfers: dict[tuple[int, int], float] = {}
     for here in stages:
-        for source, seconds in _transfers(stages, here, machine, pipe.topology.num_devices):
+        for source, seconds in transfer_seconds(stages, here, machine, pipe.topology.num_devices):
             transfers[source, here.stage.index] = transfers.get((source, here.stage.index), 0.0) + seconds
-
-    adding = {here.stage.index: _adding(here, machine) for here in stages}
-    last = {here.stage.index: "W" if "W" in here.fragments else "B" for here in stages}
-
-    def cost(action: Action) -> float:
-        added = adding[action.stage][action.microbatch > 0] if action.kind == last[action.stage] else 0.0
-        run = made.get((action.stage, action.kind))
-        return machine.action + added + (0.0 if run is None else run.time)
-
-    def delay(source: int, target: int) -> float:
-        return transfers.get((source, target), transfers.get((target, source), 0.0))
-
-    takes = {here.stage.index: tuple(dict.fromkeys(here.stage.takes.values())) for here in stages}
-    clock = timeline(pipe.schedule, cost, delay, takes)
-    ends = [0.0] * len(pipe.topology.names)
+    beside: dict[tuple[int, str], tuple[float, float]] = {}
+    endings = [0.0] * len(names)
     for here in stages:
-        ends[pipe.schedule.mesh_of[here.stage.index]] += _reducing(here, machine)
-    peaks = pipeline_peaks(pipe.schedule, stages, made, len(ends))
-    shared = _shared(pipe, machine, clock, ends, sum(transfers.values()))
+        stage = here.stage.index
+        last = "W" if "W" in here.fragments else "B"
+        beside |= {(stage, kind): adding_seconds(here, machine) if kind == last else (0.0, 0.0) for kind in "FBIW"}
+        endings[pipe.schedule.mesh_of[stage]] += reducing_seconds(here, machine)
     return PipelineSimulation(
-        machine, pipe.topology.names, pipe.schedule, clock, made, transfers, tuple(ends), peaks, shared
+        machine,
+        names,
+        pipe.schedule,
+        made,
+        beside,
+        transfers,
+        tuple(endings),
+        held_bytes_of(pipe.schedule, stages, made, len(names)),
+        {here.stage.index: tuple(dict.fromkeys(here.stage.takes.values())) for here in stages},
+        tuple(pipe.topology[name].num_devices for name in names),
     )
-
-
-def _shared(pipe: Any, machine: Machine, clock: Timeline, endings: Sequence[float], sent: float) -> float:
-    """Seconds that all meshes take of processors that they share, `sent` of them for what every microbatch sends
-    forwards, and its gradients backwards."""
-    if machine.processors is None:
-        return 0.0
-    seconds = sent * pipe.schedule.num_microbatches * (1 + pipe.schedule.has_backward)
-    for mesh, (name, ending) in enumerate(zip(pipe.topology.names, endings, strict=True)):
-        share = min(1.0, pipe.topology[name].num_devices / machine.processors)
-        seconds += (clock.busy(mesh) + ending) * share
-    return seconds
-
-
-def _adding(here: Any, machine: Machine) -> tuple[float, float]:
-    """Seconds in which a microbatch's gradients of a stage's weights are kept, of the first one, and added to those
-    before, of others."""
-    nbytes, starts = 0, 0
-    for name in map(gradient_name, summed_gradients(here)):
-        layout = _as_made(here, name)
-        axes = {axis for axes in layout.dims for axis in axes} | {axis for axis, _ in layout.partial}
-        rounds = machine.rounds(math.prod(here.mesh.size(axis) for axis in axes))
-        nbytes += rounds * tile_bytes(here, [name], GRADIENT)
-        starts += rounds
-    seconds = nbytes / machine.memory_rate(3 * nbytes)
-    started = machine.launch * (min(1, starts) if machine.processors is None else starts)  # else all start as one
-    return started + 2 * seconds, started + 3 * seconds
-
-
-def _as_made(here: Any, name: str) -> Sharding:
-    """How a weight's gradient lies as a backward leaves it."""
-    made = next(each for kind, each in here.fragments.items() if kind != "F" and name in each.gives)
-    return made.layouts[name]
-
-
-def _reducing(here: Any, machine: Machine) -> float:
-    """Seconds in which the gradients of a stage's weights are reduced that its backwards leave as parts."""
-    seconds, rounds = 0.0, machine.rounds(here.mesh.num_devices)
-    for name in map(gradient_name, summed_gradients(here)):
-        if axes := tuple(axis for axis, _ in _as_made(here, name).partial):
-            group = math.prod(here.mesh.size(axis) for axis in axes)
-            received = 2 * (group - 1) / group * tile_bytes(here, [name], GRADIENT)
-            seconds += rounds * collective_time(machine, BETWEEN[Partial, Replicate].name, received, here.mesh, axes)
-    return seconds
-
-
-def _transfers(stages: Any, here: Any, machine: Machine, devices: int) -> Iterator[tuple[int, float]]:
-    """What a stage takes of others on other meshes, forwards: from which stage, and how long that is on its way."""
-    forward = here.fragments["F"]
-    types = dict(zip(forward.takes, (value.type for value in forward.module.plan.graph.params), strict=True))
-    for name, source in here.stage.takes.items():
-        if stages[source].stage.mesh == here.stage.mesh:
-            continue
-        tensor, itemsize = types[name], max(1, dtype_bits(types[name].dtype) // 8)
-        layouts = stages[source].layouts[name], here.layouts[name]
-        plan = TransferPlan.make(tensor.shape, tensor.dtype, itemsize, *layouts)
-        link = machine.link(devices)
-        moved = max(plan.busiest()) + plan.before.bytes + plan.after.bytes
-        yield source, (link.start + moved / link.rate) * machine.rounds(here.mesh.num_devices)
-
-
-GRADIENT = 4  # bytes of an element at least: sums are kept in float32
-
-
-def tile_bytes(here: Any, names: Iterable[str], least: int = 0) -> int:
-    """Of values of a stage's fragments, by name; an element counts as `least` bytes at least."""
-    total = 0
-    for name in names:
-        shape, dtype = here.types[name]
-        total += math.prod(here.layouts[name].tile_shape(shape)) * max(least, dtype.itemsize)
-    return total
-
-
-def weights_of(here: Any) -> list[str]:
-    """The parameters of a stage that stay."""
-    return [name for name in here.stage.params if name not in here.inputs]
-
-
-def held_for_backward(here: Any) -> Held:
-    """What a stage holds of one microbatch: after F, and after I."""
-    later = {name for kind, fragment in here.fragments.items() if kind != "F" for name in fragment.takes}
-    halfway = set(here.fragments["W"].takes) if {"I", "W"} <= here.fragments.keys() else later
-    made = {*here.fragments["F"].takes, *here.fragments["F"].gives}
-    given = {name for kind in "FI" if kind in here.fragments for name in here.fragments[kind].gives}
-    from_input = here.fragments["I"].takes if "I" in here.fragments else ()
-    after_input, weights = halfway & {*made, *given, *from_input}, set(weights_of(here))
-    return Held(tile_bytes(here, (later & made) - weights), tile_bytes(here, after_input - weights))
-
-
-def summed_gradients(here: Any) -> list[str]:
-    """The weights whose gradients a stage's fragments make."""
-    return [name for name in weights_of(here) if gradient_name(name) in here.given]
-
-
-def pipeline_peaks(
-    schedule: Schedule, stages: Sequence[Any], made: Mapping[tuple[int, str], Any], meshes: int
-) -> tuple[int, ...]:
-    """Per mesh: the most that one of its devices holds."""
-    held = {here.stage.index: held_for_backward(here) for here in stages}
-    found = []
-    for mesh in range(meshes):
-        mine = [here for here in stages if schedule.mesh_of[here.stage.index] == mesh]
-        state = sum(
-            tile_bytes(here, weights_of(here)) + tile_bytes(here, map(gradient_name, summed_gradients(here)), GRADIENT)
-            for here in mine
-        )
-        beside = {here.stage.index: _beside(here, held[here.stage.index], made) for here in mine}
-        live, most = 0.0, 0.0
-        for action in schedule.rows[mesh]:
-            most = max(most, live + beside[action.stage].get(action.kind, 0))
-            live += held[action.stage].change(action.kind) if schedule.has_backward else 0
-            most = max(most, live)
-        found.append(state + int(most))
-    return tuple(found)
-
-
-def _beside(here: Any, held: Held, made: Mapping[tuple[int, str], Any]) -> dict[str, int]:
-    """What each fragment of a stage needs beside weights and what was there before it."""
-    weights, found = set(weights_of(here)), {}
-    for kind, fragment in here.fragments.items():
-        own = tile_bytes(here, [name for name in fragment.takes if name in weights])
-        before = {"F": 0.0, "W": held.forward if held.weight is None else held.weight}.get(kind, held.forward)
-        found[kind] = max(0, made[here.stage.index, kind].peak_bytes - own - int(before))
-    return found

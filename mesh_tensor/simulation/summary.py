@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from mesh_tensor.base.decisions import columns
 
 if TYPE_CHECKING:
-    from .pipelines import PipelineSimulation
     from .simulate import Simulation, StepTime
 
 
@@ -102,11 +101,11 @@ def why(dearest: Sequence[Group], simulation: Simulation) -> str:
             f"{number}. {group.kind}: {group.count} x, {in_seconds(group.seconds)}, {share:.0%} of the critical path; "
             f"bound by {group.bound}. If it took no time: {in_seconds(group.without)}."
         )
-        lines.append(f"   To change that: {_way_out(group, made)}.")
+        lines.append(f"   To change that: {way_out(group, made)}.")
     return "\n".join(lines)
 
 
-def _way_out(group: Group, simulation: Simulation) -> str:
+def way_out(group: Group, simulation: Simulation) -> str:
     links = [link.name for link in simulation.machine.links]
     if group.stream in links:
         if group.bound == "start":
@@ -136,8 +135,8 @@ def trace(simulation: Simulation, path: str | Path | None) -> dict[str, Any]:
     """One process, a thread per stream, an event per step in microseconds, and a counter of the bytes held."""
     made = simulation
     streams = ["device", *(link.name for link in made.machine.links)]
-    events: list[dict[str, Any]] = [_named("process_name", 0, f"{made.program.name} on {made.program.mesh}")]
-    events += [_named("thread_name", thread, name) for thread, name in enumerate(streams)]
+    events: list[dict[str, Any]] = [named("process_name", 0, f"{made.program.name} on {made.program.mesh}")]
+    events += [named("thread_name", thread, name) for thread, name in enumerate(streams)]
     for step in made.steps:
         arguments = {"step": step.number, "bound": step.bound, "flops": step.flops, "bytes": step.nbytes}
         place = {"pid": 0, "tid": streams.index(step.stream), "ts": step.start * 1e6}
@@ -152,11 +151,11 @@ def trace(simulation: Simulation, path: str | Path | None) -> dict[str, Any]:
     return made_trace
 
 
-def _named(what: str, thread: int, name: str) -> dict[str, Any]:
+def named(what: str, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": 0, "tid": thread, "args": {"name": name}}
 
 
-_WIDTH, _ROW, _LEFT, _CURVE = 1200, 34, 110, 120
+WIDTH, ROW, LEFT, CURVE = 1200, 34, 110, 120
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d")
 _MOST = 20_000  # bars: of more, the shortest are left out
 
@@ -165,40 +164,26 @@ def page(simulation: Simulation, path: str | Path | None) -> str:
     """The page; bars name their step when they are pointed at."""
     made = simulation
     streams = ["device", *(link.name for link in made.machine.links)]
-    top = len(streams) * _ROW
-    scale = (_WIDTH - _LEFT) / made.time if made.time else 0.0
+    top = len(streams) * ROW
+    scale = (WIDTH - LEFT) / made.time if made.time else 0.0
     shown = sorted(made.steps, key=lambda step: step.start - step.end)[:_MOST]
     kinds = {group.kind: number for number, group in enumerate(made.groups())}
     critical = {step.number for step in made.critical_path}
-    bars = [_bar(step, streams.index(step.stream) * _ROW, scale, kinds[step.kind], critical) for step in shown]
-    names = [f'<text x="0" y="{i * _ROW + 20}">{escape(name)}</text>' for i, name in enumerate(streams)]
+    bars = [_bar(step, streams.index(step.stream) * ROW, scale, kinds[step.kind], critical) for step in shown]
+    names = [label(name, i * ROW + 20) for i, name in enumerate(streams)]
     left_out = len(made.steps) - len(shown)
     note = f"<p>The shortest {left_out:,} steps are left out.</p>" if left_out else ""
     drawn = "".join([*names, *bars, _curve(made, top + 10, scale)])
-    return _written(made.program.name, note, drawn, top + _CURVE + 30, (table(made), made.why()), path)
+    return written(made.program.name, note, drawn, top + CURVE + 30, (table(made), made.why()), path)
 
 
-def pipeline_page(simulation: PipelineSimulation, path: str | Path | None) -> str:
-    """The page of a pipeline: a row per mesh, a bar per action, which it names."""
-    made = simulation
-    scale = (_WIDTH - _LEFT) / made.timeline.makespan if made.timeline.makespan else 0.0
-    names = [f'<text x="0" y="{i * _ROW + 20}">{escape(name)}</text>' for i, name in enumerate(made.meshes)]
-    bars = []
-    for number, row in enumerate(made.timeline.rows):
-        for event in row:
-            words = f"{event.action}: {(event.end - event.start) * 1e6:.1f} us"
-            kind = "FBIW".index(event.action.kind)
-            bars.append(_rect(words, event.start, event.end, number * _ROW, scale, kind))
-    return _written(made.schedule.name, "", "".join([*names, *bars]), len(names) * _ROW, (str(made),), path)
-
-
-def _written(title: str, note: str, drawn: str, height: int, texts: Sequence[str], path: str | Path | None) -> str:
+def written(title: str, note: str, drawn: str, height: int, texts: Sequence[str], path: str | Path | None) -> str:
     """A page with a drawing and texts; written to `path`, if there is one."""
     text = (
         f"<!doctype html><meta charset='utf-8'><title>{escape(title)}</title>"
         "<style>body{font:14px sans-serif;margin:2em}text{font:12px sans-serif}rect:hover{opacity:.6}"
         f"pre{{background:#f4f4f4;padding:1em;overflow:auto}}</style><h1>{escape(title)}</h1>{note}"
-        f'<svg width="{_WIDTH}" height="{height}">{drawn}</svg>'
+        f'<svg width="{WIDTH}" height="{height}">{drawn}</svg>'
         + "".join(f"<pre>{escape(each)}</pre>" for each in texts)
         + "\n"
     )
@@ -210,13 +195,17 @@ def _written(title: str, note: str, drawn: str, height: int, texts: Sequence[str
 def _bar(step: StepTime, y: int, scale: float, kind: int, critical: set[int]) -> str:
     words = f"{step.kind}: {(step.end - step.start) * 1e6:.1f} us, bound by {step.bound}, step {step.number}"
     edge = ' stroke="#000" stroke-width="0.5"' if step.number in critical else ""
-    return _rect(words, step.start, step.end, y, scale, kind, edge)
+    return rect(words, step.start, step.end, y, scale, kind, edge)
 
 
-def _rect(words: str, start: float, end: float, y: int, scale: float, kind: int, edge: str = "") -> str:
-    x, width = _LEFT + start * scale, max(0.3, (end - start) * scale)
+def label(words: str, y: float) -> str:
+    return f'<text x="0" y="{y}">{escape(words)}</text>'
+
+
+def rect(words: str, start: float, end: float, y: int, scale: float, kind: int, edge: str = "") -> str:
+    x, width = LEFT + start * scale, max(0.3, (end - start) * scale)
     return (
-        f'<rect x="{x:.2f}" y="{y + 4}" width="{width:.2f}" height="{_ROW - 8}" '
+        f'<rect x="{x:.2f}" y="{y + 4}" width="{width:.2f}" height="{ROW - 8}" '
         f'fill="{_COLOURS[kind % len(_COLOURS)]}"{edge}><title>{escape(words)}</title></rect>'
     )
 
@@ -226,7 +215,7 @@ def _curve(simulation: Simulation, y: int, scale: float) -> str:
     highest = max(1, simulation.peak_bytes)
     points = []
     for step in sorted(simulation.steps, key=lambda step: step.start):
-        height = y + _CURVE - step.held / highest * _CURVE
-        points += [f"{_LEFT + step.start * scale:.1f},{height:.1f}", f"{_LEFT + step.end * scale:.1f},{height:.1f}"]
-    name = f'<text x="0" y="{y + 14}">memory</text><text x="0" y="{y + 30}">{highest / 2**20:,.1f} MiB</text>'
+        height = y + CURVE - step.held / highest * CURVE
+        points += [f"{LEFT + step.start * scale:.1f},{height:.1f}", f"{LEFT + step.end * scale:.1f},{height:.1f}"]
+    name = label("memory", y + 14) + label(f"{highest / 2**20:,.1f} MiB", y + 30)
     return f'{name}<polyline points="{" ".join(points)}" fill="none" stroke="#333"/>'

@@ -67,9 +67,7 @@ def test_tied_weights_are_one_parameter_under_all_their_names(model, module):
 def test_tied_weights_in_a_state_dict(model, module):
     weights = {name: weight.detach() for name, weight in model.named_parameters(remove_duplicate=False)}
     torch.testing.assert_close(mt.distribute_module(module.mod, {"x": 2}, weights=weights)(IDS), model(IDS))
-    weights["head.weight"] = weights["head.weight"].clone()
-    torch.testing.assert_close(mt.distribute_module(module.mod, {"x": 2}, weights=weights)(IDS), model(IDS))
-    weights["head.weight"] += 1
+    weights["head.weight"] = weights["head.weight"] + 1
     with pytest.raises(mt.MeshTensorError) as error:
         mt.distribute_module(module.mod, {"x": 2}, weights=weights)
     assert "a weight is given under two names, 'table.weight', 'head.weight', with two values" in str(error.value)

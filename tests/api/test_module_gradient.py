@@ -162,7 +162,7 @@ def test_what_is_refused():
     run = mt.distribute_module(adds, {"x": 2}, weights={"w": weight})
     assert "weight 'w' requires a gradient, but is a constant" in _refusal(run, x)
     run = mt.distribute_module(_imported(nn.Linear(4, 4), x.detach()), {"x": 2}, weights={})
-    given = {"weight": weight, "model.weight": x, "bias": x[0]}
+    given = {"weight": weight, "model.weight": x + 1, "bias": x[0]}
     assert "'model.weight' is given under another name with another value" in _refusal(run, x, **given)
     run = mt.distribute_module(adds, {"x": 2})
     assert "requires a gradient, which would be lost" in _refusal(run, x, mt.distribute(torch.ones(4, 4), {"x": 2}, {}))

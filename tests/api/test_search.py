@@ -1,6 +1,7 @@
 """Searches: at least as good as what people write, the same every time, and what is found runs."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,6 +58,24 @@ def test_what_is_found_is_what_is_simulated_and_it_runs(perceptron):
         assert made.time == pytest.approx(strategy.time)
         assert made.peak_bytes == strategy.memory
         torch.testing.assert_close(run(x), whole, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.run(x, strategy=strategy), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_cost_is_time_by_devices_of_which_fewer_may_do(perceptron):
+    """Where links are slow, nothing is won by a second device."""
+    found = mt.search(perceptron, 4, replace(SLOW_LINKS, price=3.6), objective="cost", width=1)
+    assert {strategy.mesh.num_devices for strategy in found.strategies} == {1, 2, 4}
+    costs = [strategy.time * strategy.mesh.num_devices for strategy in found.strategies]
+    assert costs[0] == min(costs)
+    assert found.best.mesh.num_devices == 1
+    assert "cost of 1000" in str(found)
+    assert f"{found.best.time:.4g}" in str(found)  # 3.6 per hour, a thousand times: as many as seconds
+
+
+def test_a_mesh_is_laid_out_as_it_is_and_a_bar_says_how_far_it_is(perceptron, capsys):
+    found = mt.search(perceptron, mt.Mesh({"a": 2, "b": 2}), FAST, progress=True)
+    assert {strategy.mesh for strategy in found.strategies} == {mt.Mesh({"a": 2, "b": 2})}
+    assert capsys.readouterr().err.endswith("] 1 of 1\n")
 
 
 def test_the_code_says_the_same(perceptron):

@@ -22,6 +22,7 @@ def perceptron():
         ({"devices": 16, "machine": "h100x8"}, "the search has 16 devices, the machine 8"),
         ({"devices": 2, "machine": "b100"}, "there is no machine 'b100'"),
         ({"devices": 2, "function": "other"}, "other"),
+        ({"devices": mt.Topology({"a": {"x": 2}, "b": {"x": 2}})}, "layouts of a module on several meshes"),
     ],
 )
 def test_bad_questions(perceptron, options, fact):

@@ -31,6 +31,7 @@ def test_what_is_found_runs_as_it_was_simulated():
     a, b = torch.randn(64, 32), torch.randn(32, 96)
     run = found.compile(target="interpret")
     torch.testing.assert_close(run(a, b), a @ b, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.run(a, b, target="interpret"), a @ b, rtol=1e-4, atol=1e-4)
     assert found.simulation().time == pytest.approx(found.best.time)
     assert run.peak_bytes == found.best.memory
     names = {"mt": mt, "kernel": found.kernel}

@@ -123,6 +123,22 @@ def test_the_code_makes_the_same_pipeline(gpt, found):
     assert names["run"].explain(CPU) == other.explain(CPU)
 
 
+def test_stages_on_the_meshes_of_a_topology(gpt):
+    few = {"microbatches": [2], "schedules": ["1f1b"], "zero": [0], "recompute": [False], "sequence": [False]}
+    found = mt.search(gpt[1], mt.Topology({"a": {"x": 2}, "b": {"x": 2}}), CPU, batch=8, finalists=1, **few)
+    assert {str(plan.choice) for plan in found.plans} == {"D2 H1 P2 K2 1f1b", "D1 H2 P2 K2 1f1b"}
+    data = batch()
+    first = found.run(*data)
+    torch.testing.assert_close(first, gpt[0](*data).detach(), rtol=1e-5, atol=1e-5)
+    (run, _), *others = found._runs.values()
+    assert run.topology.names == ("a", "b")
+    found.run(*data)
+    assert list(found._runs.values()) == [(run, {}), *others]  # made once
+    cheap = mt.search(gpt[1], 4, CPU, batch=8, objective="cost", finalists=1, **few)
+    assert {plan.choice.devices for plan in cheap.plans} == {1, 2, 4}
+    assert cheap.best.time * cheap.best.choice.devices == min(p.time * p.choice.devices for p in cheap.plans)
+
+
 def test_halves_of_backwards(gpt):
     """Schedules that run them apart are searched, say what planning in full says, and train right."""
     model, module = gpt

@@ -76,7 +76,6 @@ def test_rows_stay_where_they_are(name):
         lambda a: torch.linalg.qr(a),  # of one matrix
         lambda a: torch.index_reduce(a, 1, torch.tensor([0, 2, 2]), a[:, :3], "amax"),
         lambda a: torch.linalg.solve(a, a.T.expand(2, 4, 4)),
-        lambda a: torch.linalg.vector_norm(a, 0),
         lambda a: torch.nanmedian(a),
     ],
 )
@@ -157,3 +156,41 @@ def test_attempts_leave_nothing_behind(function):
     assert len(module.mod["main"].body.blocks[0].bindings) <= 2
     run = mt.distribute_module(module, {"x": 2}, {module.mod["main"].params[0].name_hint: {"x": 0}})
     torch.testing.assert_close(run(torch.arange(5)), function(torch.arange(5)))
+
+
+EDGES = torch.tensor([-1e4, -100, -3, -1, -0.5, 0, 0.5, 1, 3, 6, 100, 1e4])
+ROWS = torch.tensor([[0.0, 0, 0], [1, 1, 0], [-1, 2, -2]])
+GRADIENTS = {
+    **{name: (getattr(F, name), EDGES) for name in ("celu", "elu", "hardsigmoid", "hardswish", "hardtanh", "mish")},
+    **{name: (getattr(F, name), EDGES) for name in ("relu6", "selu", "softplus", "logsigmoid", "silu", "gelu")},
+    **{name: (getattr(torch.special, name), EDGES) for name in ("entr", "log_ndtr", "logit", "sinc")},
+    "norms": (lambda x: x.norm(dim=1), ROWS),
+    "cubic norms": (lambda x: x.norm(p=3, dim=1), ROWS),
+    "norms by the largest": (lambda x: x.norm(p=torch.inf, dim=1), ROWS),
+    "normalized": (lambda x: F.normalize(x, dim=1), ROWS),
+    "deviations": (lambda x: x.std(1), ROWS),
+    "smallest": (lambda x: x.min(1)[0], ROWS),
+    "largest": (lambda x: x.max(1, keepdim=True)[0], ROWS),
+    "bounds": (lambda x: torch.clamp(x, max=x.detach() * 0), ROWS),
+    "rounded quotients": (lambda x: torch.div(x, x.detach(), rounding_mode="trunc"), ROWS),
+    "cross-entropy of certainties": (
+        lambda x: F.binary_cross_entropy(x, x.detach() / 2, reduction="none"),
+        torch.tensor([0.0, 1, 0.5]),
+    ),
+    "pools": (lambda x: F.max_pool2d(x, 3, 2, 1), torch.arange(84).reshape(2, 1, 6, 7).remainder(3).float()),
+    "pools in a row": (lambda x: F.max_pool1d(x, 3, 2, 1, ceil_mode=True), ROWS[:, None]),
+    "rows without keys": (lambda x: torch.ops.aten._safe_softmax(x, 1), ROWS.log()),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_at_edges(name):
+    """Far from 0, at bounds, of equal elements and of zeros: torch's own, neither NaN nor that of another side."""
+    function, x = GRADIENTS[name]
+    weight = rows(*function(x).shape)
+    imported = mt.from_torch(torch.export.export(Function(lambda x: (function(x) * weight).sum()), (x,)))
+    parameter = imported.mod["main"].params[0].name_hint
+    run = mt.distribute_module(mt.gradient(imported, wrt=[parameter]), {"x": 2}, {parameter: {"x": 0}}, poison=True)
+    given = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad((function(given) * weight).sum(), [given])
+    torch.testing.assert_close(run(x)[1][0], expected, equal_nan=True)

@@ -61,12 +61,37 @@ def test_every_action_takes_what_it_takes_beside_its_fragment(module):
     assert slow.time == pytest.approx(plain.time + 4)
 
 
-def test_meshes_that_share_a_processor_take_turns(module):
-    """On one processor, everything that is done takes its time; with one per device, only the slower mesh does."""
-    apart, shared = (simulated(module, replace(FREE, processors=n), train=True) for n in (4, 1))
+@pytest.mark.parametrize("processors", [1, 2, 3])
+def test_meshes_that_share_processors_take_turns(module, processors):
+    """What runs at a time needs no more processors than there are; on one, everything takes its time."""
+    apart, shared = (simulated(module, replace(FREE, processors=n), train=True) for n in (4, processors))
+    bars = [bar for bar in shared.trace()["traceEvents"] if bar["ph"] == "X"]
+    assert max(bar["ts"] + bar["dur"] for bar in bars) == pytest.approx(shared.time * 1e6)
+    for start in {bar["ts"] for bar in bars}:
+        running = [bar for bar in bars if bar["ts"] <= start < bar["ts"] + bar["dur"] * (1 - 1e-9)]
+        assert len(running) * min(2, processors) <= processors or len(running) == 1
+    assert apart.time < shared.time
     assert shared.time == pytest.approx(sum(map(shared.timeline.busy, (0, 1))) + sum(shared.endings))
-    assert shared.time > shared.timeline.makespan > apart.time / 2
-    assert apart.time == pytest.approx(apart.timeline.makespan)
+
+
+def test_what_costs_most_and_what_would_change_it(module):
+    slow = replace(FREE, links=(Link("wire", None, rate=1e30, start=1e-4),))
+    made = simulated(module, slow, microbatches=8, train=True)
+    first, *rest = made.groups()
+    assert made.without([first.kind]) == first.without <= min(group.without for group in rest)
+    assert made.without(["transfers"]) < made.time
+    path = made.critical_path
+    assert sum(group.critical for group in made.groups()) == pytest.approx(made.time)
+    assert path[0].start == 0
+    assert path[-1].end + made.endings[path[-1].mesh] == pytest.approx(made.time)
+    text = made.why()
+    assert f"1. {first.kind}: {first.count} x" in text
+    assert "To change that: most of it is" in text
+    assert "Bubble: " in text
+    assert made.utilisation("float32") * made.time * 1e9 == pytest.approx(made.flops)
+    counters = [event for event in made.trace()["traceEvents"] if event["ph"] == "C" and event["pid"] == 0]
+    assert max(event["args"]["bytes"] for event in counters) == made.peaks[0]
+    assert made.page().count("<polyline") == 2
 
 
 def test_a_first_microbatch_gradients_are_kept_and_others_added(module):

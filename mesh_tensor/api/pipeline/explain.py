@@ -14,8 +14,8 @@ from mesh_tensor.pipelining.clock import Costs, Event, Timeline, timeline
 from mesh_tensor.pipelining.fragments import FUNCTION, gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.redistribution.transfer import TransferPlan
-from mesh_tensor.simulation.pipelines import held_for_backward
 from mesh_tensor.simulation.simulate import simulate
+from mesh_tensor.simulation.stages import held_for_backward
 
 from ..fragments import StageFragments
 

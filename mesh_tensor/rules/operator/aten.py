@@ -29,6 +29,7 @@ _POINTWISE = (
 )
 # The position of the dim that an operator goes along, among its arguments.
 _ALONG = {
+    "_safe_softmax.default": 1,
     "cummax.default": 1,
     "cummin.default": 1,
     "kthvalue.default": 2,

@@ -120,14 +120,20 @@ def _pool(call: OpCall) -> Function:
         counts = counts * tap.counts(bool(call.attr("count_include_pad"))).reshape(lanes)
 
     def pool(x: Tensor) -> Tensor:
-        for tap in taps:
-            x = tap.reduce(x, fill, torch.maximum if largest else torch.add)
+        first = largest and x.requires_grad
+        for tap in reversed(taps):  # rows last: of equal elements torch's gradient is that of the first one by rows
+            x = tap.reduce(x, fill, _first_largest if first else torch.maximum if largest else torch.add)
         if not largest:
             divisor = counts.to(device=x.device, dtype=x.dtype)
             x = x / divisor if dtype.is_floating_point else torch.div(x, divisor, rounding_mode="trunc")
         return x.permute(back)
 
     return pool
+
+
+def _first_largest(one: Tensor, other: Tensor) -> Tensor:
+    """The larger of two, to whose elements alone gradients go: of equal ones, to the first."""
+    return torch.where((other > one) | other.isnan(), other, one)
 
 
 class _Taps:

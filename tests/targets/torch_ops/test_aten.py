@@ -57,6 +57,10 @@ CASES = {
     "logcumsumexp": case(
         (t(3, 5),), "logcumsumexp.default", 0, outs=like(3, 5), expected=lambda x: np.log(np.cumsum(np.exp(x), 0))
     ),
+    "safe softmax": case(
+        (t(3, 5),), "_safe_softmax.default", 1, outs=like(3, 5),
+        expected=lambda x: np.exp(x) / np.exp(x).sum(1, keepdims=True),
+    ),
     "kthvalue": case((t(4, 5),), "kthvalue.default", 2, outs=both(4), expected=of_torch(lambda x: x.kthvalue(2))),
     "kthvalue, kept": case(
         (t(4, 5),), "kthvalue.default", 2, 0, True, outs=both(1, 5), expected=of_torch(lambda x: x.kthvalue(2, 0, True))

@@ -1,0 +1,129 @@
+"""What the stages of a pipeline take beside their fragments, and what its meshes hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mesh_tensor.base.collectives import BETWEEN, collective_time
+from mesh_tensor.base.dtypes import dtype_bits
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.placement import Partial, Replicate
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.pipelining.check import Held
+from mesh_tensor.pipelining.fragments import gradient_name
+from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.redistribution.transfer import TransferPlan
+
+
+def adding_seconds(here: Any, machine: Machine) -> tuple[float, float]:
+    """Seconds in which a microbatch's gradients of a stage's weights are kept, of the first one, and added to those
+    before, of others."""
+    nbytes, starts = 0, 0
+    for name in map(gradient_name, summed_gradients(here)):
+        layout = _as_made(here, name)
+        axes = {axis for axes in layout.dims for axis in axes} | {axis for axis, _ in layout.partial}
+        rounds = machine.rounds(math.prod(here.mesh.size(axis) for axis in axes))
+        nbytes += rounds * tile_bytes(here, [name], GRADIENT)
+        starts += rounds
+    seconds = nbytes / machine.memory_rate(3 * nbytes)
+    started = machine.launch * (min(1, starts) if machine.processors is None else starts)  # else all start as one
+    return started + 2 * seconds, started + 3 * seconds
+
+
+def _as_made(here: Any, name: str) -> Sharding:
+    """How a weight's gradient lies as a backward leaves it."""
+    made = next(each for kind, each in here.fragments.items() if kind != "F" and name in each.gives)
+    return made.layouts[name]
+
+
+def reducing_seconds(here: Any, machine: Machine) -> float:
+    """Seconds in which the gradients of a stage's weights are reduced that its backwards leave as parts."""
+    seconds, rounds = 0.0, machine.rounds(here.mesh.num_devices)
+    for name in map(gradient_name, summed_gradients(here)):
+        if axes := tuple(axis for axis, _ in _as_made(here, name).partial):
+            group = math.prod(here.mesh.size(axis) for axis in axes)
+            received = 2 * (group - 1) / group * tile_bytes(here, [name], GRADIENT)
+            seconds += rounds * collective_time(machine, BETWEEN[Partial, Replicate].name, received, here.mesh, axes)
+    return seconds
+
+
+def transfer_seconds(stages: Any, here: Any, machine: Machine, devices: int) -> Iterator[tuple[int, float]]:
+    """What a stage takes of others on other meshes, forwards: from which stage, and how long that is on its way."""
+    forward = here.fragments["F"]
+    types = dict(zip(forward.takes, (value.type for value in forward.module.plan.graph.params), strict=True))
+    for name, source in here.stage.takes.items():
+        if stages[source].stage.mesh == here.stage.mesh:
+            continue
+        tensor, itemsize = types[name], max(1, dtype_bits(types[name].dtype) // 8)
+        layouts = stages[source].layouts[name], here.layouts[name]
+        plan = TransferPlan.make(tensor.shape, tensor.dtype, itemsize, *layouts)
+        link = machine.link(devices)
+        moved = max(plan.busiest()) + plan.before.bytes + plan.after.bytes
+        yield source, (link.start + moved / link.rate) * machine.rounds(here.mesh.num_devices)
+
+
+GRADIENT = 4  # bytes of an element at least: sums are kept in float32
+
+
+def tile_bytes(here: Any, names: Iterable[str], least: int = 0) -> int:
+    """Of values of a stage's fragments, by name; an element counts as `least` bytes at least."""
+    total = 0
+    for name in names:
+        shape, dtype = here.types[name]
+        total += math.prod(here.layouts[name].tile_shape(shape)) * max(least, dtype.itemsize)
+    return total
+
+
+def weights_of(here: Any) -> list[str]:
+    """The parameters of a stage that stay."""
+    return [name for name in here.stage.params if name not in here.inputs]
+
+
+def held_for_backward(here: Any) -> Held:
+    """What a stage holds of one microbatch: after F, and after I."""
+    later = {name for kind, fragment in here.fragments.items() if kind != "F" for name in fragment.takes}
+    halfway = set(here.fragments["W"].takes) if {"I", "W"} <= here.fragments.keys() else later
+    made = {*here.fragments["F"].takes, *here.fragments["F"].gives}
+    given = {name for kind in "FI" if kind in here.fragments for name in here.fragments[kind].gives}
+    from_input = here.fragments["I"].takes if "I" in here.fragments else ()
+    after_input, weights = halfway & {*made, *given, *from_input}, set(weights_of(here))
+    return Held(tile_bytes(here, (later & made) - weights), tile_bytes(here, after_input - weights))
+
+
+def summed_gradients(here: Any) -> list[str]:
+    """The weights whose gradients a stage's fragments make."""
+    return [name for name in weights_of(here) if gradient_name(name) in here.given]
+
+
+def held_bytes_of(
+    schedule: Schedule, stages: Sequence[Any], made: Mapping[tuple[int, str], Any], meshes: int
+) -> tuple[tuple[int, ...], ...]:
+    """Per mesh: the most that one of its devices holds while each of its actions runs, and when all have."""
+    held = {here.stage.index: held_for_backward(here) for here in stages}
+    found = []
+    for mesh in range(meshes):
+        mine = [here for here in stages if schedule.mesh_of[here.stage.index] == mesh]
+        state = sum(
+            tile_bytes(here, weights_of(here)) + tile_bytes(here, map(gradient_name, summed_gradients(here)), GRADIENT)
+            for here in mine
+        )
+        beside = {here.stage.index: _beside(here, held[here.stage.index], made) for here in mine}
+        live, row = 0.0, list[int]()
+        for action in schedule.rows[mesh]:
+            most = live + beside[action.stage].get(action.kind, 0)
+            live += held[action.stage].change(action.kind) if schedule.has_backward else 0
+            row.append(state + int(max(most, live)))
+        found.append((*row, state + int(live)))
+    return tuple(found)
+
+
+def _beside(here: Any, held: Held, made: Mapping[tuple[int, str], Any]) -> dict[str, int]:
+    """What each fragment of a stage needs beside weights and what was there before it."""
+    weights, found = set(weights_of(here)), {}
+    for kind, fragment in here.fragments.items():
+        own = tile_bytes(here, [name for name in fragment.takes if name in weights])
+        before = {"F": 0.0, "W": held.forward if held.weight is None else held.weight}.get(kind, held.forward)
+        found[kind] = max(0, made[here.stage.index, kind].peak_bytes - own - int(before))
+    return found
