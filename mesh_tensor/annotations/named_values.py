@@ -46,7 +46,7 @@ class NamedValues:
             if isinstance(found, str) and is_pattern(name):
                 patterns.append((name, name))
             elif isinstance(found, str) and f"{name}@0" in self._sources:
-                patterns.append((name, f"{name}@*"))
+                patterns.append((name, name))
             elif isinstance(found, str):
                 problems.append(found)
             elif found[0] in self._unused and self._named.ours(name) != name:
@@ -79,7 +79,7 @@ class NamedValues:
         found = {}
         for names in (self._sources, self._vars[self._function]):
             for name in names:
-                value = self._find(name) if _fits(pattern, name) else ""
+                value = self._find(name) if _fits(pattern, name) or _fits(pattern, name.partition("@")[0]) else ""
                 if not isinstance(value, str) and value[0] not in self._unused:
                     found[value[0]] = value[1]
             if found:

@@ -84,6 +84,29 @@ def test_patterns_of_the_modules_own_names(module):
     assert layouts(module, {"blocks_?_bias": {"x": 0}}) == {f"blocks_{n}_bias": "S[0]" for n in range(3)}
 
 
+class Again(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fcs = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return self.fcs[0](self.fcs[1](self.fcs[0](x)))
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        *(("fcs.0", 2), ("fcs.0@1", 1), ("fcs.?", 3), ("fcs.[0-1]", 3), ("fcs.0*", 2), ("*@0", 1)),
+        (re.compile(r"fcs\.\d"), 3),
+    ],
+)
+def test_calls_of_a_submodule_that_is_called_twice(name, calls):
+    module = mt.from_torch(torch.export.export(Again(), (torch.randn(2, 4),)))
+    mod = mt.annotate_module(module.mod, {"x": 2}, {name: {"x": 0}, "fcs.0.weight": {}, "fcs.1.weight": {}})
+    stated = mt.read_module_annotations(mod).annotations.values()
+    assert sum(each.sharding.text() == "S[0]" for each in stated) == calls
+
+
 def test_options_of_patterns(module):
     mod = mt.annotate_module(module.mod, {"x": 2}, {"*.bias": {"x": 0}}, open=["*.bias"], priority={"*.bias": 2})
     stated = list(mt.read_module_annotations(mod).annotations.values())
