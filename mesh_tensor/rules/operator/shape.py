@@ -161,9 +161,7 @@ def tile(call: OpCall) -> OpRule:
     source, out = call.inputs[0], call.outputs[0]
     skipped = out.ndim - source.ndim
     repeats = call.attr("repeats")
-    once = [
-        dim >= skipped and (1, *repeats)[max(0, 1 + dim - out.ndim + len(repeats))] == 1 for dim in range(out.ndim)
-    ]
+    once = [dim >= skipped and (1, *repeats)[max(0, 1 + dim - out.ndim + len(repeats))] == 1 for dim in range(out.ndim)]
     dims = tuple(f"d{dim}" if one else None for dim, one in enumerate(once))
     return OpRule((dims[skipped:],), (dims,), linear=_ALL)
 
