@@ -55,26 +55,42 @@ def norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The norm of vectors along dims (none: all), in the result's dtype."""
     x, order, dims, keep = arguments(node, importer, 1, ord=2, dim=None, keepdim=False)
     x, dims = in_result_dtype(node, importer, x), _dims(dims)
+    if order == 2:
+        return root(importer, emit(importer, relax.op.sum(emit(importer, relax.op.multiply(x, x)), dims, keep)))
     size = emit(importer, relax.op.abs(x))
     if order in (math.inf, -math.inf):
         return emit(importer, (relax.op.max if order > 0 else relax.op.min)(size, dims, keep))
     if order == 0:
         zero = relax.const(0, x.struct_info.dtype)
-        counted = emit(importer, relax.op.astype(emit(importer, relax.op.not_equal(x, zero)), x.struct_info.dtype))
+        counted = emit(importer, relax.op.astype(emit(importer, relax.op.not_equal(size, zero)), x.struct_info.dtype))
         return emit(importer, relax.op.sum(counted, dims, keep))
     if order == 1:
         return emit(importer, relax.op.sum(size, dims, keep))
-    power = relax.op.multiply(x, x) if order == 2 else relax.op.power(size, relax.const(order, x.struct_info.dtype))
-    return root(importer, emit(importer, relax.op.sum(emit(importer, power), dims, keep)), order)
+    return root(importer, emit(importer, relax.op.sum(_power(importer, size, order), dims, keep)), order)
+
+
+def _power(importer: Any, size: relax.Expr, order: float) -> relax.Expr:
+    """A power of what is not negative, whose gradient at 0 is not infinite."""
+    if 0 < order < 1:
+        return _guarded(importer, size, lambda x: _to_the(x, order))
+    return emit(importer, _to_the(size, order))
 
 
 def root(importer: Any, total: relax.Expr, order: float = 2) -> relax.Expr:
     """The root of what is not negative. Its gradient at 0 is 0, as torch has it for norms and deviations."""
-    zero, one, inverse = (relax.const(value, total.struct_info.dtype) for value in (0, 1, 1 / order))
-    is_zero = emit(importer, relax.op.equal(total, zero))
-    inside = emit(importer, relax.op.where(is_zero, one, total))
-    made = relax.op.sqrt(inside) if order == 2 else relax.op.power(inside, inverse)
-    return emit(importer, relax.op.where(is_zero, zero, emit(importer, made)))
+    return _guarded(importer, total, lambda x: relax.op.sqrt(x) if order == 2 else _to_the(x, 1 / order))
+
+
+def _guarded(importer: Any, value: relax.Expr, op: Callable[[relax.Expr], relax.Expr]) -> relax.Expr:
+    """The operator on what is not 0; at 0 it is 0, and so is its gradient."""
+    zero, one = (relax.const(number, value.struct_info.dtype) for number in (0, 1))
+    is_zero = emit(importer, relax.op.equal(value, zero))
+    made = emit(importer, op(emit(importer, relax.op.where(is_zero, one, value))))
+    return emit(importer, relax.op.where(is_zero, zero, made))
+
+
+def _to_the(value: relax.Expr, order: float) -> relax.Expr:
+    return relax.op.power(value, relax.const(order, value.struct_info.dtype))
 
 
 def sort(node: torch.fx.Node, importer: Any) -> relax.Expr:

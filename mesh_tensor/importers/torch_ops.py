@@ -42,6 +42,8 @@ KEPT = (
     _aten.bilinear.default,
     _aten._safe_softmax.default,
     _aten.std.correction,
+    _aten.special_xlog1py.default,
+    _aten.xlogy.Tensor,
     *(getattr(_aten, name).default for name in WITH_GRADIENTS),
     _aten.special_log_ndtr.default,
     *KEPT_BACKWARD,

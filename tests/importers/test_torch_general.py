@@ -166,6 +166,11 @@ GRADIENTS = {
     **{name: (getattr(torch.special, name), EDGES) for name in ("entr", "log_ndtr", "logit", "sinc")},
     "norms": (lambda x: x.norm(dim=1), ROWS),
     "cubic norms": (lambda x: x.norm(p=3, dim=1), ROWS),
+    "norms by roots": (lambda x: x.norm(p=0.5, dim=1), ROWS),
+    "logarithms of zeros": (
+        lambda x: torch.xlogy(x, x.detach()) + torch.special.xlog1py(x, x.detach() - 1),
+        ROWS.abs(),
+    ),
     "norms by the largest": (lambda x: x.norm(p=torch.inf, dim=1), ROWS),
     "normalized": (lambda x: F.normalize(x, dim=1), ROWS),
     "deviations": (lambda x: x.std(1), ROWS),
