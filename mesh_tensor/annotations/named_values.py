@@ -43,10 +43,8 @@ class NamedValues:
         meant, problems, patterns = [], [], []
         for name in names:
             found = self._find(name)
-            if isinstance(found, str) and is_pattern(name):
-                patterns.append((name, name))
-            elif isinstance(found, str) and f"{name}@0" in self._sources:
-                patterns.append((name, name))
+            if isinstance(found, str) and (is_pattern(name) or f"{name}@0" in self._sources):
+                patterns.append(name)
             elif isinstance(found, str):
                 problems.append(found)
             elif found[0] in self._unused and self._named.ours(name) != name:
@@ -54,10 +52,10 @@ class NamedValues:
             else:
                 meant.append((name, *found))
         taken = {key for _, key, _ in meant}
-        for name, pattern in patterns:
-            fitting = self._fitting(pattern)
+        for name in patterns:
+            fitting = self._fitting(name)
             if not fitting:
-                problems.append(f"no value that is used has a name like {_shown(pattern)}")
+                problems.append(f"no value that is used has a name like {_shown(name)}")
             meant += [(name, key, var) for key, var in fitting.items() if key not in taken]
         return meant, problems
 
