@@ -33,6 +33,10 @@ def index_put(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """x with other values at [:, i, j]; with `accumulate`, with values added there."""
     x, indices, values, accumulate = arguments(node, importer, 3, accumulate=False)
     places = [dim for dim, found in enumerate(indices) if found is not None]
+    if len(places) == 1 and node.args[2].meta["val"].numel() == 1:
+        mask = _value(importer, indices[places[0]])
+        if mask.struct_info.dtype == "bool":
+            return _masked(importer, x, mask, places[0], values, accumulate)
     _check(importer, indices)
     order, back, shape = _order(x, places, importer, indices)
     rest = [x.struct_info.shape[dim] for dim in order[len(places) :]]
@@ -44,6 +48,17 @@ def index_put(node: torch.fx.Node, importer: Any) -> relax.Expr:
     how = "add" if accumulate else "update"
     front = emit(importer, relax.op.scatter_nd(front, positions, values, how))
     return emit(importer, relax.op.permute_dims(front, _inverse(order)))
+
+
+def _masked(
+    importer: Any, x: relax.Expr, mask: relax.Expr, first: int, value: relax.Expr, accumulate: bool
+) -> relax.Expr:
+    """x with one value wherever the mask, of the dims from `first` on, is true; or with it added there."""
+    after = len(x.struct_info.shape) - first - len(mask.struct_info.shape)
+    lanes = emit(importer, relax.op.reshape(mask, [*mask.struct_info.shape, *[1] * after])) if after else mask
+    value = emit(importer, relax.op.reshape(value, ()))
+    new = emit(importer, relax.op.add(x, value)) if accumulate else value
+    return emit(importer, relax.op.where(lanes, new, x))
 
 
 def gather(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -62,9 +77,10 @@ def scatter(node: torch.fx.Node, importer: Any, how: str) -> relax.Expr:
     """x with the values of another tensor along a dim ("update"), or with these added there ("add")."""
     x, dim, where, source = arguments(node, importer, 4)
     where = _from_start(importer, where)
-    shapes = [str(tensor.struct_info.shape) for tensor in (where, source)]
-    if shapes[0] != shapes[1]:
-        refuse(f"indices of {shapes[0]} for values of {shapes[1]}", fix="take as many values as indices")
+    sizes, given = (list(tensor.struct_info.shape) for tensor in (where, source))
+    if str(sizes) != str(given):  # torch takes the first ones
+        zeros, dims = [0] * len(sizes), list(range(len(sizes)))
+        source = emit(importer, relax.op.strided_slice(source, dims, zeros, sizes))
     return emit(importer, relax.op.scatter_elements(x, where, source, dim, how))
 
 
