@@ -33,7 +33,8 @@ def index_put(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """x with other values at [:, i, j]; with `accumulate`, with values added there."""
     x, indices, values, accumulate = arguments(node, importer, 3, accumulate=False)
     places = [dim for dim, found in enumerate(indices) if found is not None]
-    if len(places) == 1 and node.args[2].meta["val"].numel() == 1:
+    new: Any = node.args[2]
+    if len(places) == 1 and new.meta["val"].numel() == 1:
         mask = _value(importer, indices[places[0]])
         if mask.struct_info.dtype == "bool":
             return _masked(importer, x, mask, places[0], values, accumulate)
