@@ -12,7 +12,7 @@ from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.rules.operator.aten import ANY, ATEN, any_text, arguments_text
 from mesh_tensor.rules.operator.linear_algebra import grouped_call
 from mesh_tensor.targets.dtypes import dtype_name
-from mesh_tensor.targets.torch_ops.linear_algebra import is_function
+from mesh_tensor.targets.torch_ops.linear_algebra import independent_dims, is_function
 
 from .torch_args import arguments, emit, result_dtype
 from .torch_numbers import divide_rounded, of_tvm
@@ -24,23 +24,6 @@ WITH_GRADIENTS = (
     *("binary_cross_entropy", "celu", "elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "mish", "relu6", "sinc"),
     *("softplus", "special_entr"),
 )
-# Of stacks of matrices, each by itself.
-_OF_MATRICES = (
-    "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky cholesky_inverse"
-    " cholesky_solve geqrf inverse linalg_cholesky linalg_cholesky_ex linalg_eigh linalg_householder_product"
-    " linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor"
-    " linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp linalg_pinv linalg_qr linalg_solve linalg_solve_ex"
-    " linalg_solve_triangular lu_unpack ormqr triangular_solve"
-)
-# Of how many last dims an operator of one tensor looks at places together.
-_OF_PLACES = {
-    "_adaptive_avg_pool2d": 2,
-    "_adaptive_avg_pool3d": 3,
-    "avg_pool2d": 2,
-    "avg_pool3d": 3,
-    "max_pool2d": 2,
-    "max_pool3d": 3,
-}
 
 
 def general(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -64,7 +47,9 @@ def any_operator(node: torch.fx.Node, importer: Any) -> relax.Expr:
     tensors: list[torch.fx.Node] = []
     kwargs = {name: value for name, value in node.kwargs.items() if name not in _WHERE}
     args, kwargs = _stated(node.args, tensors), _stated(kwargs, tensors)
-    text = any_text(_name(node), _leading(node, tensors), args, kwargs)
+    meant = node.meta["val"]
+    every = [*(t.meta["val"] for t in tensors), *(meant if isinstance(meant, (tuple, list)) else [meant])]
+    text = any_text(_name(node), independent_dims(node.target, [t.shape for t in every]), args, kwargs)
     return _called(ANY, text, tensors, node, importer)
 
 
@@ -90,18 +75,6 @@ def cross_entropy_of_two(node: torch.fx.Node, importer: Any) -> relax.Expr:
     text = relax.StringImm(any_text("binary_cross_entropy.default", None, args, {}))
     each = emit(importer, relax.op.call_pure_packed(ANY, *values, text, sinfo_args=[values[0].struct_info]))
     return each if not reduction else emit(importer, (relax.op.mean if reduction == 1 else relax.op.sum)(each))
-
-
-def _leading(node: torch.fx.Node, tensors: list[torch.fx.Node]) -> int | None:
-    """How many leading dims of operands and results are independent; None if all are, in the order of broadcasting."""
-    target: Any = node.target
-    if torch.Tag.pointwise in target.tags:
-        return None
-    base, meant = _name(node).partition(".")[0], node.meta["val"]
-    every = [*(t.meta["val"] for t in tensors), *(meant if isinstance(meant, (tuple, list)) else [meant])]
-    last = 2 if base in _OF_MATRICES.split() else _OF_PLACES.get(base, every[0].dim())
-    shared = every[0].shape[: max(0, every[0].dim() - last)]
-    return len(shared) if all(tensor.shape[: len(shared)] == shared for tensor in every) else 0
 
 
 def _is_plain(value: Any) -> bool:

@@ -11,6 +11,8 @@ from mesh_tensor.rules.operator.aten import ANY, any_text
 from mesh_tensor.targets.torch_ops.linear_algebra import is_function
 from tests.other_machines import machine
 
+X = {"tensor": 0}
+
 
 class Function(nn.Module):
     def __init__(self, function):
@@ -138,15 +140,33 @@ def test_functions_are_told_from_what_is_none():
     assert is_function(aten.linalg_qr.default)
 
 
-def test_a_file_calls_functions_only():
-    """A module may come from anywhere."""
-    x = relax.Var("x", relax.TensorStructInfo((4,), "float32"))
+def module_of(text):
+    """A module of one call, as a file may have it."""
+    x = relax.Var("x", relax.TensorStructInfo((4, 3), "float32"))
     builder = relax.BlockBuilder()
-    text = relax.StringImm(any_text("add_.Tensor", None, [{"tensor": 0}, {"tensor": 0}], {}))
     with builder.function("main", [x]):
-        builder.emit_func_output(builder.emit(relax.op.call_pure_packed(ANY, x, text, sinfo_args=[x.struct_info])))
-    with pytest.raises(mt.MeshTensorError, match="aten.add_.Tensor is no function of tensors"):
-        mt.distribute_module(builder.get(), {"x": 2}, {})(torch.ones(4))
+        call = relax.op.call_pure_packed(ANY, x, relax.StringImm(text), sinfo_args=[x.struct_info])
+        builder.emit_func_output(builder.emit(call))
+    return builder.get()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (any_text("add_.Tensor", None, [X, X], {}), "aten.add_.Tensor is no function of tensors"),
+        (any_text("nothing.default", None, [X], {}), "aten.nothing.default is no function of tensors"),
+        (any_text("flip.default", 1, [X, [0]], {}), "1 leading dims of aten.flip.default are not independent"),
+        (any_text("flip.default", None, [X, [0]], {}), "None leading dims of aten.flip.default are not independent"),
+        (any_text("exp.default", 7, [X], {}), "no call of an operator of torch's"),
+        (any_text("exp.default", True, [X], {}), "no call of an operator of torch's"),
+        ('["exp.default", null', "no call of an operator of torch's"),
+        ("3", "no call of an operator of torch's"),
+    ],
+)
+def test_a_file_states_what_torch_knows(text, said):
+    """A module may come from anywhere."""
+    with pytest.raises(mt.MeshTensorError, match=said):
+        mt.distribute_module(module_of(text), {"x": 2}, {"x": {"x": 0}})(torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("function", [torch.reciprocal, lambda a: torch.full_like(a, 0.5, dtype=torch.float64)])

@@ -14,6 +14,8 @@ from typing import Any
 
 from tvm import relax
 
+from mesh_tensor.base.errors import refuse
+
 from .call import OpCall, operator_name
 from .elementwise import broadcast_dims, dims_of
 from .rule import Dim, LocalCall, OpRule, rule
@@ -85,8 +87,23 @@ def any_text(name: str, leading: int | None, args: Any, kwargs: Any) -> str:
 
 
 def any_of(call: OpCall) -> tuple[str, int | None, list[Any], dict[str, Any]]:
-    """The operator that such a call is of, its leading dims, and its arguments, as `any_text` took them."""
-    name, leading, args, kwargs = json.loads(call.literals[-1])
+    """The operator that such a call is of, its leading dims, and its arguments, as `any_text` took them.
+
+    Raises:
+        MeshTensorError: the literal has another form, or names more leading dims than a tensor has.
+    """
+    try:
+        name, leading, args, kwargs = json.loads(call.literals[-1])
+    except (TypeError, ValueError):
+        name = None
+    least = min((tensor.ndim for tensor in (*call.inputs, *call.outputs)), default=0)
+    if not (
+        isinstance(name, str)
+        and (leading is None or (type(leading) is int and 0 <= leading <= least))
+        and isinstance(args, list)
+        and isinstance(kwargs, dict)
+    ):
+        refuse("no call of an operator of torch's", where=str(call.expr), fix="import the model again")
     return name, leading, args, kwargs
 
 

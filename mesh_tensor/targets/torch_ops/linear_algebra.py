@@ -4,6 +4,7 @@ torch's."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from os.path import commonprefix
 from typing import Any
 
@@ -121,10 +122,13 @@ def _aten(call: OpCall) -> Function:
 @torch_op(ANY)
 def _any(call: OpCall) -> Function:
     """As above, of an operator without a rule of its own."""
-    name, _, args, kwargs = any_of(call)
+    name, leading, args, kwargs = any_of(call)
     op = _overload(name)
     if not is_function(op):
         refuse(f"aten.{name} is no function of tensors", where=str(call.expr), fix="write it with other operators")
+    known = independent_dims(op, [tensor.shape for tensor in (*call.inputs, *call.outputs)])
+    if leading != known and leading != 0:
+        refuse(f"{leading} leading dims of aten.{name} are not independent", where=str(call.expr), fix=_AGAIN)
     return _with_arguments(op, args, kwargs)
 
 
@@ -140,6 +144,35 @@ def is_function(op: Any) -> bool:
     return takes_tensors and not (aliases or excluded or _UNSAID & set(op.tags))
 
 
+def independent_dims(op: Any, shapes: Sequence[Sequence[Any]]) -> int | None:
+    """How many leading dims of operands and results, which have these shapes, are independent in an operator of
+    torch's; None if it works element by element, in the order of broadcasting."""
+    base, first = op._schema.name.removeprefix("aten::"), shapes[0]
+    if torch.Tag.pointwise in op.tags or (base == "binary_cross_entropy" and shapes[-1] == first):  # not reduced
+        return None
+    last = 2 if base in _OF_MATRICES.split() else _OF_PLACES.get(base, len(first))
+    shared = first[: max(0, len(first) - last)]
+    return len(shared) if all(shape[: len(shared)] == shared for shape in shapes) else 0
+
+
+_AGAIN = "import the model again"
+# Of stacks of matrices, each by itself.
+_OF_MATRICES = (
+    "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky cholesky_inverse"
+    " cholesky_solve geqrf inverse linalg_cholesky linalg_cholesky_ex linalg_eigh linalg_householder_product"
+    " linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor"
+    " linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp linalg_pinv linalg_qr linalg_solve linalg_solve_ex"
+    " linalg_solve_triangular lu_unpack ormqr triangular_solve"
+)
+# Of how many last dims an operator of one tensor looks at places together.
+_OF_PLACES = {
+    "_adaptive_avg_pool2d": 2,
+    "_adaptive_avg_pool3d": 3,
+    "avg_pool2d": 2,
+    "avg_pool3d": 3,
+    "max_pool2d": 2,
+    "max_pool3d": 3,
+}
 _WRITES = ("batch_norm", "instance_norm", "moving_avg")  # running statistics, whatever their signatures say
 _UNSAID = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _OF_MEMORY = ("as_strided", "empty", "new_empty", "resize", "_resize", "_to_sparse", "to_sparse", "view", "_reshape")
