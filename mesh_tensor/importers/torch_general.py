@@ -15,7 +15,7 @@ from mesh_tensor.targets.dtypes import dtype_name
 from mesh_tensor.targets.torch_ops.linear_algebra import independent_dims, is_function
 
 from .torch_args import arguments, emit, result_dtype
-from .torch_numbers import divide_rounded, of_tvm
+from .torch_numbers import Convert, clamp, divide_rounded, of_tvm
 
 _NUMBERS = (bool, int, float, str, type(None))
 _WHERE = ("device", "layout", "memory_format", "pin_memory")  # arguments that say where results lie, not what they are
@@ -53,18 +53,26 @@ def any_operator(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return _called(ANY, text, tensors, node, importer)
 
 
-def with_its_gradient(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """Torch's own operator where it is of floats, and of no symbolic size; else what TVM's importer makes of it."""
-    sized = any(not isinstance(operand.meta.get("val"), torch.Tensor) for operand in node.all_input_nodes)
-    is_known = _name(node) in importer.conversions_of_tvm
-    own = not is_known or (node.meta["val"].dtype.is_floating_point and not sized)
-    return any_operator(node, importer) if own else of_tvm(node, importer)
+def with_its_gradient(otherwise: Convert) -> Convert:
+    """Torch's own operator where it is of floats, and of no symbolic size; else what another function makes of it."""
+
+    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
+        sized = any(not isinstance(operand.meta.get("val"), torch.Tensor) for operand in node.all_input_nodes)
+        own = node.meta["val"].dtype.is_floating_point and not sized
+        return (any_operator if own else otherwise)(node, importer)
+
+    return converted
+
+
+def of_tvm_or_torch(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """What TVM's importer makes of the node, if it knows it."""
+    return (of_tvm if _name(node) in importer.conversions_of_tvm else any_operator)(node, importer)
 
 
 def divided(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A quotient, rounded or not: floats that are rounded have no gradient, not that of a quotient."""
     rounded = node.kwargs.get("rounding_mode") is not None
-    return (with_its_gradient if rounded else divide_rounded)(node, importer)
+    return (with_its_gradient(divide_rounded) if rounded else divide_rounded)(node, importer)
 
 
 def cross_entropy_of_two(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -140,8 +148,8 @@ GROUPS = {"_grouped_mm.default": grouped, "grouped_mm_fallback.default": grouped
 
 GENERAL = {
     **{name.removeprefix("aten."): general for name in ATEN},
-    **{f"{name}.default": with_its_gradient for name in WITH_GRADIENTS},
-    "clamp.Tensor": with_its_gradient,
+    **{f"{name}.default": with_its_gradient(of_tvm_or_torch) for name in WITH_GRADIENTS},
+    "clamp.Tensor": with_its_gradient(clamp),
     "div.Tensor_mode": divided,
     "binary_cross_entropy.default": cross_entropy_of_two,
     "_grouped_mm.default": grouped,

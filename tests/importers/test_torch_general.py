@@ -219,3 +219,21 @@ def test_gradients_at_edges(name):
     given = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad((function(given) * weight).sum(), [given])
     torch.testing.assert_close(run(x)[1][0], expected, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.div(x, 2, rounding_mode="trunc"),
+        lambda x: torch.div(x, torch.tensor([-2, 3, 2]), rounding_mode="trunc"),
+        lambda x: torch.div(x, torch.tensor([-2, 3, 2]), rounding_mode="floor"),
+        lambda x: torch.clamp(x.int(), min=torch.tensor([-2, 3, 2])),
+    ],
+)
+def test_whole_numbers_of_either_sign(function):
+    """The example, by which imports are checked, has positive ones alone."""
+    model = Function(function)
+    module = mt.from_torch(torch.export.export(model, (torch.ones(3, 3, dtype=torch.long),)))
+    x = torch.tensor([[-7, 7, -1], [5, -5, 3], [-3, 2, 0]])
+    run = mt.distribute_module(module, {"x": 2}, {module.mod["main"].params[0].name_hint: {"x": 0}})
+    torch.testing.assert_close(run(x), model(x))
