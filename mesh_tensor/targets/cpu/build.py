@@ -147,7 +147,7 @@ def _build_stamp() -> str:
     package = Path(__file__).parents[2]
     passes = (path for part in ("base", "tir", "targets/cpu") for path in sorted((package / part).glob("*.py")))
     sources = [*passes, *_HEADERS.values()]
-    return "\0".join([tilelang.__version__, _processor(), *FLAGS, *(s.read_text() for s in sources)])
+    return "\0".join([tilelang.__version__, _processor(), *FLAGS, *_GCC_FLAGS, *(s.read_text() for s in sources)])
 
 
 def _processor() -> str:
@@ -163,14 +163,21 @@ _X86 = platform.machine().lower() in ("x86_64", "amd64")
 NO_RED_ZONE = ("-mno-red-zone",) if _X86 else ()
 FLAGS = (
     *("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
-    *("-O2", "-march=native", "-ftree-vectorize", "-fvect-cost-model=dynamic"),
-    # A condition on the row leaves the loop over columns, which is then one vector operation.
-    "-funswitch-loops",
+    *("-O2", "-march=native", "-ftree-vectorize"),
     # Integers wrap; blocks may be viewed with another dtype.
     *("-fwrapv", "-fno-strict-aliasing"),
     # IEEE results, NaN and infinity included: only what nothing can observe is given up.
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *NO_RED_ZONE,
+    # Compilers that prefer half of a vector do so for programs that compute little.
+    *(("-mprefer-vector-width=512",) if _X86 else ()),
+)
+_GCC_FLAGS = (
+    "-fvect-cost-model=dynamic",
+    # A condition on the row leaves the loop over columns, which is then one vector operation.
+    "-funswitch-loops",
+    # A row of a block is copied in place: it is too short for a call of memmove.
+    "-fno-tree-loop-distribute-patterns",
 )
 _INSTALL = "install g++ (apt install g++, dnf install gcc-c++, conda install gxx) or clang++"
 _INTERPRET = 'target="interpret" runs kernels without a compiler'
@@ -193,7 +200,8 @@ def compile_library(source: Path, library: Path) -> None:
     command = _command()
     if not command:
         refuse("no C++ compiler was found", fix=f"{_INSTALL}, or set CXX to the path of one; {_INTERPRET}")
-    command = [*command, *FLAGS, str(source), "-o", str(library)]
+    flags = FLAGS if "clang" in _version(tuple(command)) else (*FLAGS, *_GCC_FLAGS)
+    command = [*command, *flags, str(source), "-o", str(library)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:

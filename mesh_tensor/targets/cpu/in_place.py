@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from tvm import tirx
 
+from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.tir.effects import written
 from mesh_tensor.tir.memory import strides_of
 from mesh_tensor.tir.nodes import nodes
@@ -21,13 +22,15 @@ from mesh_tensor.tir.tile_ops import Copy, Gemm, Region, TileOp, parse_tile_op
 
 from .exprs import Bounds, is_pure_index
 
+_PAGE = 4096  # bytes that a way of the nearest cache has, on x86 and most others
+
 
 def gemms_in_place(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """`func`, not yet re-targeted, with products that read parameters in place where that gives the same.
 
     A block stays where its parameter is written anywhere in the kernel, where the block may reach past the end (a copy
     fills that with 0), where anything else reads the block, where its rows aren't contiguous in the parameter, and
-    where a product reads it transposed (a block's short rows then suit the caches better)."""
+    where a product's first operand is it transposed (that one isn't packed, and short rows suit the caches better)."""
     return _InPlace(func).run()
 
 
@@ -118,7 +121,7 @@ class _InPlace:
         for position, op in enumerate(after):
             if not isinstance(op, Gemm):
                 continue
-            factors = ((op.a, op.trans_a), (op.b, op.trans_b))
+            factors = ((op.a, op.trans_a or _aliases(copy.src.buffer)), (op.b, False))
             reads = [region for region, turned in factors if region.buffer.data == block and not turned]
             if reads and all(self._inside(_through(region, copy)) for region in reads):
                 found[position] = op
@@ -147,6 +150,12 @@ class _InPlace:
             self._bounds.proves(start >= 0) and self._bounds.proves(start + extent <= size)
             for start, extent, size in zip(region.mins, region.extents, region.buffer.shape, strict=True)
         )
+
+
+def _aliases(buffer: tirx.Buffer) -> bool:
+    """Whether rows that follow each other want the same places of a cache."""
+    stride = _number(strides_of(buffer)[-2])
+    return stride is not None and stride * itemsize(buffer.dtype) % _PAGE == 0
 
 
 def _uses(body: tirx.Stmt) -> Counter[tirx.Var]:

@@ -17,7 +17,6 @@ LANES = CPU.tuning.totals
 """How many totals a reduction along the last dim keeps: a power of 2."""
 
 _ZERO = const(0, "int32")
-_UNROLLED = 8  # totals that compilers keep in registers if they see each by itself
 
 
 def is_total(store: tirx.BufferStore, var: tirx.Var) -> bool:
@@ -77,13 +76,8 @@ class ReduceLoops:
         def folded(half: int) -> tirx.Stmt:
             """The upper half of the totals that are left is combined with the lower."""
 
-            def fold(at: tirx.PrimExpr) -> tirx.Stmt:
-                low, high = tirx.BufferLoad(totals, [at]), tirx.BufferLoad(totals, [at + half])
-                return tirx.BufferStore(totals, combine(self._op.reduction, low, high), [at])
-
-            if half <= _UNROLLED:
-                return sequence([fold(const(at, "int32")) for at in range(half)])
-            return over_lanes(fold(lane), half)
+            low, high = tirx.BufferLoad(totals, [lane]), tirx.BufferLoad(totals, [lane + half])
+            return over_lanes(tirx.BufferStore(totals, combine(self._op.reduction, low, high), [lane]), half)
 
         total = tirx.BufferLoad(totals, [_ZERO])  # what was there comes last: a store to one lane would stall all
         return sequence(

@@ -53,3 +53,21 @@ def test_small_blocks_of_every_size(tmp_path):
 
 def test_there_is_no_red_zone_where_there_could_be_one():
     assert ("-mno-red-zone" in cpu_compiler.FLAGS) == (platform.machine().lower() in ("x86_64", "amd64"))
+
+
+def test_clang_gets_no_flag_of_gcc_alone(tmp_path, monkeypatch):
+    """A compiler that says it is clang, and refuses what clang does not know."""
+    clang = tmp_path / "clang++"
+    clang.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        "  *--version*) echo clang version 14.0.6; exit;;\n"
+        "  *-fvect-cost-model*|*-distribute-patterns*) echo unknown argument; exit 1;;\n"
+        "esac\n"
+        'exec g++ "$@"\n'
+    )
+    clang.chmod(0o755)
+    monkeypatch.setenv("CXX", str(clang))
+    (tmp_path / "kernel.cpp").write_text(cpu_build.c_source(small_blocks(8)))
+    cpu_compiler.compile_library(tmp_path / "kernel.cpp", tmp_path / "kernel.so")
+    assert ctypes.CDLL(str(tmp_path / "kernel.so"))[cpu_build.ENTRY]

@@ -68,8 +68,7 @@ def parameter_changes(A, a, b, c, by, ko):
 @T.macro
 def both_factors(A, a, b, c, by, ko):
     T.gemm(a, b, c)
-    T.gemm(a, a, c, transpose_B=True)
-    T.gemm(a, a, c, transpose_B=True)
+    T.gemm(a, a, c, transpose_A=True)
 
 
 def blocks(func):
@@ -132,14 +131,31 @@ def test_a_parameter_that_the_kernel_writes_is_copied(run):
     torch.testing.assert_close(placed[:, :BLOCK], a @ b[:, :BLOCK])
 
 
-def test_a_block_that_is_also_read_transposed_stays():
+def test_a_block_whose_uses_are_not_all_in_place_stays():
     assert blocks(gemms_in_place(of(both_factors))) == {"a", "c"}
 
 
-@pytest.mark.parametrize("transposed", [{"trans_A": True}, {"trans_B": True}], ids=["A", "B"])
-def test_a_factor_that_is_read_transposed_keeps_its_block(transposed):
-    kept = {"A_shared"} if "trans_A" in transposed else {"B_shared"}
-    assert blocks(gemms_in_place(matmul(M, N, K, **BLOCKS, **transposed))) == {*kept, "C_local"}
+@pytest.mark.parametrize(
+    ("transposed", "left"), [({"trans_A": True}, {"A_shared"}), ({"trans_B": True}, set())], ids=["A", "B"]
+)
+def test_only_what_is_packed_is_read_transposed_where_it_is(run, transposed, left):
+    func = matmul(M, N, K, **BLOCKS, **transposed)
+    assert blocks(gemms_in_place(func)) == {*left, "C_local"}
+    a, b = operands((K, M) if left else (M, K), (K, N) if left else (N, K))
+    before, placed = run(func, a, b)
+    torch.testing.assert_close(placed, a.T @ b if left else a @ b.T)
+    assert torch.equal(before, placed)
+
+
+@pytest.mark.parametrize(("depth", "left"), [(1024, {"A_shared"}), (1040, set()), (2048, {"A_shared"})])
+def test_rows_that_want_the_same_places_of_a_cache_are_copied(run, depth, left):
+    """Of the factor that isn't packed."""
+    func = matmul(M, 1024, depth, **BLOCKS)
+    assert blocks(gemms_in_place(func)) == {*left, "C_local"}
+    a, b = operands((M, depth), (depth, 1024))
+    before, placed = run(func, a, b)
+    torch.testing.assert_close(placed, a @ b, rtol=1e-4, atol=1e-4)
+    assert torch.equal(before, placed)
 
 
 @pytest.mark.parametrize(

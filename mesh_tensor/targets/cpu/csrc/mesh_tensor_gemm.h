@@ -76,15 +76,69 @@ static inline void mt_gemm_rows(int rows, const Sum *a, int64_t a_m, int64_t a_k
   }
 }
 
+// Copies blocks of LANES x LANES values, rows of `in` to columns of `out`, in registers: log2(LANES) times, the values of
+// row i and of row i + LANES / 2 are dealt out in turns.
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define MT_TURNS
+template <int LANES, int HALF, typename Vector> static inline Vector mt_in_turns(Vector x, Vector y) {
+  const int a = HALF * (LANES / 2), b = a + LANES;
+  if constexpr (LANES == 16)
+    return __builtin_shufflevector(x, y, a, b, a + 1, b + 1, a + 2, b + 2, a + 3, b + 3, a + 4, b + 4, a + 5, b + 5,
+                                   a + 6, b + 6, a + 7, b + 7);
+  else if constexpr (LANES == 8)
+    return __builtin_shufflevector(x, y, a, b, a + 1, b + 1, a + 2, b + 2, a + 3, b + 3);
+  else if constexpr (LANES == 4)
+    return __builtin_shufflevector(x, y, a, b, a + 1, b + 1);
+  else
+    return __builtin_shufflevector(x, y, a, b);
+}
+
+template <typename T> static void mt_turn(const T *in, int64_t in_row, T *out, int64_t out_row) {
+  typedef typename mt_tile<T>::vector vector;
+  typedef typename mt_tile<T>::unaligned unaligned;
+  const int LANES = mt_tile<T>::LANES;
+  vector rows[LANES], dealt[LANES];
+#pragma GCC unroll 16
+  for (int r = 0; r < LANES; ++r) rows[r] = (vector) * (const unaligned *)(in + r * in_row);
+#pragma GCC unroll 4
+  for (int times = 1; times < LANES; times *= 2) {
+#pragma GCC unroll 8
+    for (int r = 0; r < LANES / 2; ++r) {
+      dealt[2 * r] = mt_in_turns<LANES, 0>(rows[r], rows[r + LANES / 2]);
+      dealt[2 * r + 1] = mt_in_turns<LANES, 1>(rows[r], rows[r + LANES / 2]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; ++r) rows[r] = dealt[r];
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < LANES; ++r) *(unaligned *)(out + r * out_row) = (unaligned)rows[r];
+}
+#endif
+#endif
+
 // Copies rows x columns values, as `To`, into `out` with rows `out_width` apart; the columns up to `width` become 0.
 template <typename To, typename From>
-static inline void mt_pack(const From *in, int64_t in_row, int64_t in_column, To *out, int64_t out_width, int64_t rows,
-                           int64_t columns, int64_t width) {
+MT_INLINE void mt_pack(const From *in, int64_t in_row, int64_t in_column, To *out, int64_t out_width, int64_t rows,
+                       int64_t columns, int64_t width) {
+  int64_t turned_rows = 0, turned_columns = 0;
+#if defined(MT_TURNS)
+  if constexpr (mt_same<To, From>::value) {
+    const int LANES = mt_tile<To>::LANES;
+    if (in_row == 1) turned_rows = rows - rows % LANES, turned_columns = columns - columns % LANES;
+    for (int64_t r = 0; r < turned_rows; r += LANES)
+      for (int64_t j = 0; j < turned_columns; j += LANES)
+        mt_turn(in + r + j * in_column, in_column, out + r * out_width + j, out_width);
+  }
+#endif
   for (int64_t r = 0; r < rows; ++r) {
-    if (in_column == 1) {
-      for (int64_t j = 0; j < columns; ++j) out[r * out_width + j] = mt_as<To>(in[r * in_row + j]);
+    int64_t first = r < turned_rows ? turned_columns : 0;
+    if (in_column == 1 && columns == width) {
+      for (int64_t j = 0; j < width; ++j) out[r * out_width + j] = mt_as<To>(in[r * in_row + j]);
+    } else if (in_column == 1) {
+      for (int64_t j = first; j < columns; ++j) out[r * out_width + j] = mt_as<To>(in[r * in_row + j]);
     } else {
-      for (int64_t j = 0; j < columns; ++j) out[r * out_width + j] = mt_as<To>(in[r * in_row + j * in_column]);
+      for (int64_t j = first; j < columns; ++j) out[r * out_width + j] = mt_as<To>(in[r * in_row + j * in_column]);
     }
     for (int64_t j = columns; j < width; ++j) out[r * out_width + j] = (To)0;
   }
