@@ -167,9 +167,17 @@ def _why_not_seen(tensor: torch.Tensor) -> tuple[str, str] | None:
         return f"layout {tensor.layout}, but expected torch.strided", "pass a dense copy: .to_dense()"
     if tensor.is_nested:
         return "a nested tensor, whose rows have lengths of their own", "pass a dense copy: .to_padded_tensor(0)"
-    if type(tensor).__name__ == "FakeTensor":
+    kind = type(tensor)
+    if kind is torch.Tensor or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return None
+    if kind.__name__ == "FakeTensor":
         return "a FakeTensor, which has no data", _AS_OP
-    return None
+    if kind.__name__ == "AsyncCollectiveTensor":
+        return "the result of a collective of torch's that is under way", "pass its .wait()"
+    if kind.__name__ == "DTensor":
+        local = tensor._local_tensor  # type: ignore[attr-defined]
+        return None if hasattr(local, "wait") else _why_not_seen(local)
+    return f"a {kind.__name__}, which stands for other tensors", "pass a plain tensor of its values"
 
 
 def refuse_traced(what: str, args: Iterable[object]) -> None:

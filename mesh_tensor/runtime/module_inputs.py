@@ -214,11 +214,11 @@ def _param(var: relax.Var, function: str) -> ModuleParam:
 
 
 def _problem(param: ModuleParam, tensor: Any, sizes: dict[tirx.Var, int], device_type: str | None) -> str:
+    if isinstance(tensor, torch.Tensor) and (found := why_not_plain(tensor)):
+        return found[0]
     shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
     if shape is None or not isinstance(dtype, torch.dtype):
         return f"a {type(tensor).__name__}, but expected a tensor"
-    if isinstance(tensor, torch.Tensor) and (found := why_not_plain(tensor)):
-        return found[0]
     shape = tuple(shape)
     if len(shape) != len(param.shape) or dtype != torch_dtype(param.dtype):
         return f"{shape} {dtype_name(dtype)}, but expected {param.shape} {param.dtype}"

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import mesh_tensor as mt
@@ -41,9 +43,10 @@ def test_transforms(kern, transformed):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested(kern):
-    text = refusal(lambda: kern(torch.nested.nested_tensor([ONES[0], ONES[1]]), ONES))
-    assert "parameter 'A': a nested tensor, whose rows have lengths of their own" in text
+def test_nested(kern, module):
+    nested = torch.nested.nested_tensor([ONES[0], ONES[1]])
+    assert "parameter 'A': a nested tensor, whose rows have lengths of their own" in refusal(lambda: kern(nested, ONES))
+    assert "parameter 'input': a nested tensor, whose rows" in refusal(lambda: module(nested))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -62,6 +65,30 @@ def test_views_that_are_negated(kern):
     text = refusal(lambda: kern(torch._neg_view(ONES), ONES))
     assert "parameter 'A': a view that torch negates when it reads it" in text
     assert ".resolve_neg()" in text
+
+
+@pytest.fixture(scope="module")
+def module():
+    program = torch.export.export(nn.Linear(8, 8), (ONES,))
+    return mt.distribute_module(mt.from_torch(program), {"x": 2}, {"weight": {"x": 0}})
+
+
+def test_tensors_that_stand_for_others(kern, module):
+    """What is computed with such a tensor is for its class to say: a number is in another one's units, say."""
+    twice = TwoTensor(ONES, ONES + 1)
+    what = "a TwoTensor, which stands for other tensors"
+    assert f"parameter 'A': {what}" in refusal(lambda: kern(twice, ONES))
+    assert f"parameter 'input': {what}" in refusal(lambda: module(twice))
+    assert what in refusal(lambda: mt.distribute(twice, {"x": 2}, {"x": 0}))
+    assert f"'weight': {what}" in refusal(lambda: module.load_state_dict({"weight": twice, "bias": ONES[0]}))
+    assert "pass a plain tensor of its values" in refusal(lambda: module(nn.Parameter(twice)))
+
+
+def test_subclasses_that_only_have_a_name(kern, module):
+    named = ONES.as_subclass(type("Named", (torch.Tensor,), {}))
+    assert type(kern(named, ONES)) is torch.Tensor
+    assert kern(named, ONES).eq(8).all()
+    assert torch.equal(module(named), module(ONES))
 
 
 def test_distribute():
