@@ -223,9 +223,10 @@ def _tile_call(step: OpStep, program: Program, rank: int, target: Target) -> Til
     lies = comes, gives, tuple([name in step.whole for name in step.results])
     if step.kernel is not None:
         return _lying(call, _kernel_function(step.kernel, call, target), *lies)
-    valid = _valid(step, program, rank)
+    looks = _looks_at_values(call)
+    valid = _valid(step, program, rank) if looks or step.checked else ()
     place = rank if differs_by_rank(step) else 0, valid if step.checked else None
-    if not _looks_at_values(call) or all(each.extent == each.stored for each in valid):
+    if not looks or all(each.extent == each.stored for each in valid):
         key = call, mesh, place, lies
         return _KNOWN.made(key, lambda: _lying(call, untyped_function(call, mesh, *place), *lies))
     return _lying(call, _without_padding(untyped_function(call, mesh, *place), call, valid), *lies)
