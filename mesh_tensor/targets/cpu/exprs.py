@@ -207,6 +207,14 @@ class Bounds:
         """Whether `condition` always holds."""
         return any(self._analyzer.can_prove(condition, strength) for strength in _STRENGTHS)
 
+    def open_part(self, condition: tirx.PrimExpr) -> tirx.PrimExpr | None:
+        """What of a condition on indices is left once what always holds is known; None if nothing is."""
+        if isinstance(condition, tirx.And):
+            left, right = self.open_part(condition.a), self.open_part(condition.b)
+            return right if left is None else left if right is None else tirx.And(left, right)
+        holds = is_pure_index(condition) and not _has_floats(condition) and self.proves(condition)
+        return None if holds else condition
+
     def outside(self, index: tirx.PrimExpr, size: tirx.PrimExpr) -> list[tirx.PrimExpr]:
         """Those of `0 <= index` and `index < size` that can't be proved."""
         zero = tirx.IntImm(index.dtype, 0)

@@ -153,7 +153,9 @@ class _Retarget:
         return tirx.While(condition, body or tirx.Evaluate(const(0, "int32")))
 
     def _if(self, branch: tirx.IfThenElse) -> tirx.Stmt | None:
-        condition = self._bounds.divided(self._expr(branch.condition))
+        condition = self._bounds.open_part(self._bounds.divided(self._expr(branch.condition)))
+        if condition is None:
+            return self._stmt(branch.then_case)
         with self._bounds.assume(condition):
             then_case = self._stmt(branch.then_case)
         with self._bounds.assume(condition, holds=False):
@@ -241,7 +243,9 @@ class _Retarget:
 
     def _choice(self, condition: tirx.PrimExpr, true_value: tirx.PrimExpr, false_value: tirx.PrimExpr) -> tirx.PrimExpr:
         """One side is evaluated, never both: the C code generator writes a Select as `?:`."""
-        test = self._bounds.divided(self._expr(condition))
+        test = self._bounds.open_part(self._bounds.divided(self._expr(condition)))
+        if test is None:
+            return self._expr(true_value)
         with self._bounds.assume(test):
             chosen = self._expr(true_value)
         with self._bounds.assume(test, holds=False):

@@ -36,6 +36,19 @@ def test_what_compares_floats_stays():
         assert bounds.divided(condition).same_as(condition)
 
 
+def test_conditions_lose_what_always_holds():
+    bounds, outer, inner = _bounds()
+    x, some = tirx.Var("x", "float32"), outer * 32 + inner < 100
+    always = outer * 32 + inner < 3200
+    assert bounds.open_part(always) is None
+    assert bounds.open_part(tirx.And(always, inner >= 0)) is None
+    for condition in (some, tirx.And(always, some), tirx.And(some, always)):
+        assert bounds.open_part(condition).same_as(some)
+    for condition in (x <= x, tirx.Or(some, always)):  # NaN is not at most itself
+        left = bounds.open_part(condition)
+        assert left is None if isinstance(condition, tirx.Or) else left.same_as(condition)
+
+
 def test_nan_beside_a_division():
     @T.prim_func
     def kernel(X: T.Tensor((64,), "float32"), Y: T.Tensor((64,), "float32")):
