@@ -47,6 +47,13 @@ def _multilabel_margin(x: Tensor, target: Tensor, reduction: int) -> tuple[Tenso
     return _reduced(each, reduction), hit.to(x.dtype)
 
 
+def _index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
+    """An index that comes twice counts once in the gradient of the value."""
+    rows = x.new_zeros(x.shape[dim] if x.ndim else 1, dtype=torch.int64)
+    hit = rows.index_put((index.reshape(-1),), torch.ones_like(index.reshape(-1))) != 0
+    return torch.where(hit.reshape([-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]), value.to(x.dtype), x)
+
+
 def _lstm_layer(
     x: Tensor,
     from_x: Tensor,
@@ -70,5 +77,6 @@ OWN_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.margin_ranking_loss.default: _margin_ranking,
     _aten.cosine_embedding_loss.default: _cosine_embedding,
     _aten.multilabel_margin_loss_forward.default: _multilabel_margin,
+    _aten.index_fill.int_Tensor: _index_fill,
     _aten.mkldnn_rnn_layer.default: _lstm_layer,
 }
