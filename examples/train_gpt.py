@@ -2,6 +2,8 @@
 
 python -m examples.train_gpt --mesh data=2,model=2 --zero 1
 torchrun --nproc-per-node 4 -m examples.train_gpt --mesh data=2,model=2
+
+`--picture curves.svg` draws the losses of both.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from pydoc_data import topics
 
 import torch
@@ -69,18 +72,53 @@ def train(mesh: dict[str, int], steps: int, zero: int = 0) -> list[tuple[float, 
     return losses
 
 
+WIDTH, HEIGHT, MARGIN = 640, 320, 48
+
+
+def picture(losses: Sequence[tuple[float, float]], title: str) -> str:
+    """The curves as SVG: torch's wide and pale, that of the mesh thin and dark on top of it."""
+    top = max(max(pair) for pair in losses)
+    across, up = (WIDTH - 2 * MARGIN) / max(1, len(losses) - 1), (HEIGHT - 2 * MARGIN) / top
+    texts = [
+        (MARGIN, MARGIN - 20, "start", title),
+        (WIDTH - MARGIN, MARGIN, "end", "pale: torch, dark: mesh_tensor"),
+        *((MARGIN - 8, HEIGHT - MARGIN - up * loss + 4, "end", f"{loss}") for loss in range(int(top) + 1)),
+        *((MARGIN + across * n, HEIGHT - MARGIN + 18, "middle", f"{n}") for n in range(0, len(losses) + 1, 50)),
+        (WIDTH / 2, HEIGHT - 8, "middle", "step"),
+    ]
+    curves = [
+        " ".join(f"{MARGIN + across * n:.1f},{HEIGHT - MARGIN - up * pair[which]:.2f}" for n, pair in enumerate(losses))
+        for which in (1, 0)
+    ]
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<path d="M{MARGIN} {MARGIN}V{HEIGHT - MARGIN}H{WIDTH - MARGIN}" fill="none" stroke="black"/>',
+        *(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{where}">{text}</text>' for x, y, where, text in texts),
+        f'<polyline points="{curves[0]}" fill="none" stroke="#f2a65a" stroke-width="6"/>',
+        f'<polyline points="{curves[1]}" fill="none" stroke="#1d3557" stroke-width="1.5"/>',
+        "</svg>\n",
+    ])  # fmt: skip
+
+
 def main() -> None:
     """Print the losses now and then."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="data=2", help="axes `data` and `model` with their sizes")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--zero", type=int, default=0)
+    parser.add_argument("--picture", type=Path, help="draw the losses of both into this file, as SVG")
     given = parser.parse_args()
     mesh = {axis: int(size) for axis, _, size in (part.partition("=") for part in given.mesh.split(","))}
     first = int(os.environ.get("RANK", 0)) == 0
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
-    for step, (ours, theirs) in enumerate(train(mesh, given.steps, given.zero)):
+    losses = train(mesh, given.steps, given.zero)
+    if first and given.picture:
+        zero = f", ZeRO-{given.zero}" if given.zero else ""
+        given.picture.write_text(picture(losses, f"A small GPT on {given.mesh}{zero}: cross-entropy per byte"))
+    for step, (ours, theirs) in enumerate(losses):
         if first and (step % 20 == 0 or step == given.steps - 1):
             print(f"step {step:4d}  on {mesh}: {ours:.5f}  torch: {theirs:.5f}")
     if "RANK" in os.environ:

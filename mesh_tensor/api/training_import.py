@@ -14,7 +14,7 @@ from torch import nn
 from tvm import relax
 
 from mesh_tensor.annotations.names import Fresh, renamed_parameters
-from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.errors import MeshTensorError, refuse, shown
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.importers.imported import identifiers
 from mesh_tensor.importers.torch_dropout import counted, has_seed
@@ -102,7 +102,16 @@ def _imported(
     model: nn.Module, loss: Loss, inputs: Tensors, written: dict[str, torch.Tensor], value: torch.Tensor
 ) -> ImportedLoss:
     given = (*inputs, *written.values())
-    program = counted(torch.export.export(WithLoss(model, loss, list(written)), given, strict=False))
+    try:
+        program = counted(torch.export.export(WithLoss(model, loss, list(written)), given, strict=False))
+    except MeshTensorError:
+        raise
+    except Exception as error:  # whatever torch, or the model's own code, raises while it is recorded
+        refuse(
+            "torch.export can't record the model with its loss",
+            why=str(error).strip().partition("\n")[0],
+            fix="write both without sizes or branches that depend on data (as F.gaussian_nll_loss and F.ctc_loss have)",
+        )
     seeded = has_seed(program)
     if seeded:
         value = loss_of(program, model, (*given, example_seed()))
@@ -138,18 +147,19 @@ def _renamed(module: ImportedModule, names: list[str]) -> ImportedModule:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """`count` microbatches; `first`: the inputs of one, of a model of torch; `rows`: per input whether it has rows."""
+    """`count` microbatches; `first`: the inputs of one, of a model of torch; `rows`: per input whether it has rows;
+    `quotients`: as of `batch_parts`."""
 
     count: int
     first: tuple[torch.Tensor, ...]
     rows: tuple[bool, ...]
+    quotients: str | None
 
     def named(self, function: relax.Function) -> Microbatches:
         """By the names that the inputs have as the function's first parameters."""
         names = [param.name_hint for param in function.params[: len(self.rows)]]
-        # Numbers that sums are divided by are constants: the batch's loss in torch tells, where there is one.
-        quotients = "sum" if self.first else None
-        return Microbatches(self.count, tuple(n for n, has in zip(names, self.rows, strict=True) if has), quotients)
+        inputs = tuple(n for n, has in zip(names, self.rows, strict=True) if has)
+        return Microbatches(self.count, inputs, self.quotients)
 
 
 def _check_count(count: object) -> None:
@@ -158,7 +168,8 @@ def _check_count(count: object) -> None:
 
 
 def microbatches_of(inputs: tuple[torch.Tensor, ...], count: int) -> Parts:
-    """The inputs in `count` parts: those as long as the first one are taken apart, all others are the same for all."""
+    """The inputs in `count` parts: those as long as the first one are taken apart, all others are the same for all.
+    Numbers that sums are divided by are taken as constants: the batch's loss in torch tells."""
     _check_count(count)
     sizes = [tensor.shape[0] if tensor.ndim else None for tensor in inputs]
     batch = next((size for size in sizes if size is not None), None)
@@ -169,7 +180,8 @@ def microbatches_of(inputs: tuple[torch.Tensor, ...], count: int) -> Parts:
             fix="use a divisor of the number of rows",
         )
     rows = tuple(size == batch for size in sizes)
-    return Parts(count, tuple(t[::count].contiguous() if has else t for t, has in zip(inputs, rows, strict=True)), rows)
+    first = tuple(t[::count].contiguous() if has else t for t, has in zip(inputs, rows, strict=True))
+    return Parts(count, first, rows, "sum")
 
 
 def microbatches_of_module(module: ImportedModule, count: int) -> Parts:
@@ -184,4 +196,5 @@ def microbatches_of_module(module: ImportedModule, count: int) -> Parts:
             f"accumulate={count} of a module whose inputs have {'no rows' if rows is None else f'{rows} rows'}",
             fix="import it for one microbatch, of known size",
         )
-    return Parts(count, (), tuple(bool(shape) and hasattr(shape[0], "value") and shape[0] == rows for shape in shapes))
+    has_rows = tuple(bool(shape) and hasattr(shape[0], "value") and shape[0] == rows for shape in shapes)
+    return Parts(count, (), has_rows, None)

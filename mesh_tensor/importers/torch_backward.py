@@ -194,11 +194,13 @@ def _of_results(
 
 
 def layer_norm(node: torch.fx.Node, importer: Any) -> tuple[relax.Expr | None, ...]:
-    """The norm, and of what it divides by the mean and the inverse of the root, where they are asked for."""
+    """The norm, and of what it divides by the mean and the inverse of the root, where they are asked for: constants, as
+    torch has it."""
     x, sizes, weight, bias, epsilon = arguments(node, importer, 5)
     rows = list(range(-len(sizes), 0))
     result = emit(importer, relax.op.nn.layer_norm(x, *_affine(x, sizes, weight, bias), axes=rows, epsilon=epsilon))
-    return result, *_statistics(node, importer, x, rows, epsilon)
+    made = _statistics(node, importer, x, rows, epsilon)
+    return result, *(value and emit(importer, relax.op.grad.no_grad(value)) for value in made)
 
 
 def group_norm(node: torch.fx.Node, importer: Any) -> tuple[relax.Expr | None, ...]:

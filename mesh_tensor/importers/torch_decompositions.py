@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from .torch_general import stays
+from .torch_pieces import OWN_DECOMPOSITIONS
 from .torch_program import ASSERTIONS
 
 _FAILED = object()
@@ -74,7 +75,7 @@ def _composite_ops() -> frozenset[str]:
 @lru_cache(maxsize=1)
 def _decompositions(_registered: frozenset[str]) -> Table:
     """What torch takes apart, of all that is registered: most of the time that the import of a small program takes."""
-    return torch.export.default_decompositions().materialize()
+    return {**torch.export.default_decompositions().materialize(), **OWN_DECOMPOSITIONS}
 
 
 class _Decomposition:
@@ -222,8 +223,9 @@ class _Decomposition:
             args, kwargs = pytree.tree_unflatten(
                 [next(rest) if isinstance(leaf, torch.fx.Node) else leaf for leaf in leaves], spec
             )
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return target(*args, **kwargs)
 
+        target: Any = OWN_DECOMPOSITIONS.get(node.target, node.target)
         table = self._table
         if node.target not in table and node.target in decomposition_table:
             table = {**table, node.target: decomposition_table[node.target]}

@@ -66,7 +66,16 @@ def norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
         return emit(importer, relax.op.sum(counted, dims, keep))
     if order == 1:
         return emit(importer, relax.op.sum(size, dims, keep))
+    size = size if order > 0 else _without_zeros(importer, size, order, dims)
     return root(importer, emit(importer, relax.op.sum(_power(importer, size, order), dims, keep)), order)
+
+
+def _without_zeros(importer: Any, size: relax.Expr, order: float, dims: Any) -> relax.Expr:
+    """What a norm of a negative order takes, infinite for vectors with a 0: the norm of these, 0, has no gradient."""
+    infinite = relax.const(math.inf, size.struct_info.dtype)
+    total = emit(importer, relax.op.sum(emit(importer, _to_the(size, order)), dims, True))
+    has_zero = emit(importer, relax.op.equal(total, infinite))
+    return emit(importer, relax.op.where(has_zero, infinite, size))
 
 
 def _power(importer: Any, size: relax.Expr, order: float) -> relax.Expr:

@@ -56,6 +56,7 @@ def _masked(out, target):
     return (each * mask).sum() / mask.sum().clamp(min=1)
 
 
+CLASSES = torch.rand(8)
 LOSSES = {
     "mean": (F.mse_loss, lambda: torch.randn(12, 8)),
     "mean of the labels that count": (F.cross_entropy, lambda: _labels(12, (0, 3, 4))),
@@ -63,6 +64,21 @@ LOSSES = {
     "sum": (lambda o, t: F.cross_entropy(o, t, reduction="sum"), lambda: _labels(12)),
     "by hand": (_masked, lambda: _labels(12, (3, 6))),
     "probabilities": (F.binary_cross_entropy_with_logits, lambda: torch.rand(12, 8)),
+    "divided by the number of rows": (
+        lambda o, t: F.kl_div(o.log_softmax(-1), t, reduction="batchmean"),
+        lambda: torch.rand(12, 8).softmax(-1),
+    ),
+    "classes' probabilities": (lambda o, t: F.cross_entropy(o, t, CLASSES), lambda: torch.rand(12, 8).softmax(-1)),
+    "embeddings alike": (lambda o, t: F.hinge_embedding_loss(o, t, margin=0.5), lambda: torch.randn(12, 8).sign()),
+    "cosines": (
+        lambda o, t: F.cosine_embedding_loss(o, o.roll(1, 1), t, margin=0.1),
+        lambda: torch.randn(12).sign(),
+    ),
+    "ranks": (
+        lambda o, t: F.margin_ranking_loss(o[:, 0], o[:, 1], t, margin=0.3, reduction="sum"),
+        lambda: torch.randn(12).sign(),
+    ),
+    "several labels": (F.multilabel_margin_loss, lambda: torch.tensor([[2, 5, -1, 3], [1, 0, 2, -1]] * 6).repeat(1, 2)),
     "a mean and a sum": (lambda o, t: F.mse_loss(o, t) + 0.1 * o.abs().sum(), lambda: torch.randn(12, 8)),
 }
 
@@ -222,7 +238,8 @@ class Mixed(MLP):
         (Normed(False), F.mse_loss, 2, "microbatches don't make the loss of a batch"),
         (Mixed(), F.mse_loss, 2, "(nn.softmax) needs the batch's rows together"),
         (MLP(), lambda o, t: F.mse_loss(o, t).sqrt(), 2, "(sqrt) is not linear in"),
-        (MLP(), lambda o, t: (o - t).square().sum() / o.shape[0], 2, "looks at the size of the batch"),
+        (MLP(), lambda o, t: (o - t).square().sum() / o.shape[0] ** 2, 2, "looks at the size of the batch"),
+        (MLP(), lambda o, t: (o - t - 1e3).relu().sum() / o.shape[0], 2, "divides a sum by 6, which may be a constant"),
         (MLP(), lambda o, t: (o - t).abs().max(), 2, "(max) needs the batch's rows together"),
         (MLP(), lambda o, t: (o / o.mean() - t).sum(), 2, "(divide) takes rows of the batch and"),
     ],

@@ -189,3 +189,10 @@ def test_states_and_schedules_without_numbers():
     for wrong in (torch.tensor([1, 2]), "x", torch.tensor(-4), torch.tensor(float("nan"))):
         assert "'opt.step' is " in _refused(run.load_state_dict, {**state, "opt.step": wrong})
     assert "is no state" in _refused(run.load_state_dict, [1, 2])
+
+
+def test_losses_that_torch_does_not_export():
+    model, x, _ = _model()
+    said = _refused(mt.training_step, model, lambda o, t: F.gaussian_nll_loss(o, t, o.square()), (x, torch.randn(6, 3)))
+    assert "torch.export can't record the model with its loss" in said
+    assert "data-dependent" in said

@@ -1,0 +1,82 @@
+"""What some of torch's operators are made of, where torch's own way writes into tensors, knows no gradient, or gives
+other numbers than the operator. Each function takes what its operator takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._decomp.decompositions import one_layer_lstm
+
+Tensor = torch.Tensor
+_aten = torch.ops.aten
+_MEAN, _SUM = 1, 2
+_EPSILON = 1e-12  # torch's, of cosines
+
+
+def _reduced(each: Tensor, reduction: int) -> Tensor:
+    return each.mean() if reduction == _MEAN else each.sum() if reduction == _SUM else each
+
+
+def _hinge_embedding(x: Tensor, target: Tensor, margin: float = 1.0, reduction: int = _MEAN) -> Tensor:
+    apart, alike = torch.where(target != 1, (margin - x).clamp_min(0), 0), torch.where(target != -1, x, 0)
+    return _reduced(apart + alike, reduction)
+
+
+def _margin_ranking(x: Tensor, y: Tensor, target: Tensor, margin: float = 0.0, reduction: int = _MEAN) -> Tensor:
+    return _reduced((-target * (x - y) + margin).clamp_min(0), reduction)
+
+
+def _cosine_embedding(x: Tensor, y: Tensor, target: Tensor, margin: float = 0.0, reduction: int = _MEAN) -> Tensor:
+    dim = target.ndim
+    sizes = ((x * x).sum(dim) + _EPSILON) * ((y * y).sum(dim) + _EPSILON)
+    cosine = (x * y).sum(dim) / sizes.sqrt()
+    alike, apart = torch.where(target == 1, 1 - cosine, 0), torch.where(target == -1, (cosine - margin).clamp_min(0), 0)
+    return _reduced(alike + apart, reduction)
+
+
+def _multilabel_margin(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """The labels of a row end at the first -1. (Torch's own way counts what comes after as label 0.)"""
+    classes = torch.arange(x.shape[-1], device=x.device)
+    counts = (target != -1).to(torch.int64).cumprod(-1) == 1
+    labels = torch.where(counts, target, 0)
+    hit = ((classes[:, None] == labels[..., None, :]) & counts[..., None, :]).any(-1)
+    margins = (1 - x.gather(-1, labels)[..., None] + x[..., None, :]).clamp_min(0)
+    each = torch.where(counts[..., None] & ~hit[..., None, :], margins, 0).sum((-2, -1)) / x.shape[-1]
+    return _reduced(each, reduction), hit.to(x.dtype)
+
+
+def _index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
+    """An index that comes twice counts once in the gradient of the value."""
+    rows = x.new_zeros(x.shape[dim] if x.ndim else 1, dtype=torch.int64)
+    hit = rows.index_put((index.reshape(-1),), torch.ones_like(index.reshape(-1))) != 0
+    return torch.where(hit.reshape([-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]), value.to(x.dtype), x)
+
+
+def _lstm_layer(
+    x: Tensor,
+    from_x: Tensor,
+    from_h: Tensor,
+    bias_x: Tensor,
+    bias_h: Tensor,
+    h: Tensor,
+    c: Tensor,
+    back: bool,
+    *more: Any,
+) -> tuple[Tensor, ...]:
+    """A layer of an LSTM, position by position. The last result, what torch keeps for itself, is none."""
+    _, _, _, _, has_biases, *_ = more
+    given = h.reshape(-1, h.shape[-1]), c.reshape(-1, c.shape[-1])
+    y, (last_h, last_c) = one_layer_lstm(x, given, [from_x, from_h, bias_x, bias_h], has_biases, back)
+    return y, last_h.reshape(h.shape), last_c.reshape(c.shape), x.new_zeros(0)
+
+
+OWN_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    _aten.hinge_embedding_loss.default: _hinge_embedding,
+    _aten.margin_ranking_loss.default: _margin_ranking,
+    _aten.cosine_embedding_loss.default: _cosine_embedding,
+    _aten.multilabel_margin_loss_forward.default: _multilabel_margin,
+    _aten.index_fill.int_Tensor: _index_fill,
+    _aten.mkldnn_rnn_layer.default: _lstm_layer,
+}
