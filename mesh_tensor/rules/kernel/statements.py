@@ -19,6 +19,7 @@ from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import is_hint, op_name
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.nodes import loads, same_expression
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Region, TileOp
 
@@ -138,11 +139,11 @@ class Kernel:
     _once: dict[tirx.Var, bool] = field(default_factory=dict)
 
     @property
-    def analyzer(self) -> arith.Analyzer:
+    def analyzer(self) -> Prover:
         """What proves what holds whatever runs. Each thread has its own: another one's may be under a condition."""
         if not hasattr(self._of_thread, "analyzer"):
-            self._of_thread.analyzer = arith.Analyzer()
-        analyzer: arith.Analyzer = self._of_thread.analyzer
+            self._of_thread.analyzer = Prover()
+        analyzer: Prover = self._of_thread.analyzer
         return analyzer
 
     def runs_once(self, var: tirx.Var) -> bool:

@@ -1,0 +1,72 @@
+"""Equalities that an example refutes: what is proved is what TVM's analyzer proves."""
+
+import random
+
+import pytest
+import tilelang.language as T
+from tvm import arith, ir, tirx
+
+from mesh_tensor.tir.prover import Prover
+
+M, N, i, j = (tirx.Var(name, "int32") for name in ("M", "N", "i", "j"))
+
+
+def expression(draw: random.Random, depth: int = 3):
+    """Sums, products, quotients and remainders of variables and numbers, as sizes and indices are made of."""
+    if depth == 0 or draw.random() < 0.2:
+        return draw.choice((M, N, i, j, tirx.IntImm("int32", draw.randint(0, 64))))
+    one, number = expression(draw, depth - 1), draw.choice((1, 2, 3, 16))
+    kinds = (
+        lambda: one + expression(draw, depth - 1),
+        lambda: one - expression(draw, depth - 1),
+        lambda: one * number,
+        lambda: tirx.floordiv(one, number),
+        lambda: tirx.floormod(one, number),
+        lambda: T.ceildiv(one, number),
+        lambda: tirx.min(one, number),
+    )
+    return draw.choice(kinds)()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_it_proves_what_tvm_proves(seed):
+    draw, proofs = random.Random(seed), 0
+    for _ in range(40):
+        one = expression(draw)
+        other = draw.choice((expression(draw), arith.Analyzer().simplify(one), (one * 2 + N) - one - N))
+        expected = arith.Analyzer().can_prove_equal(one, other)
+        assert Prover().can_prove_equal(one, other) == expected, (one, other)
+        proofs += expected
+    assert 0 < proofs < 40
+
+
+def test_numbers():
+    assert Prover().can_prove_equal(3, tirx.IntImm("int64", 3))
+    assert not Prover().can_prove_equal(tirx.IntImm("int32", 3), 4)
+
+
+def test_examples_count_only_while_nothing_is_known():
+    """What holds under a condition, or for what a variable is bound to, an example elsewhere does not refute."""
+    prover = Prover()
+    with prover.constraint_scope(tirx.And(i >= 0, i < 16)):
+        assert prover.can_prove_equal(tirx.floordiv(i, 16), 0)
+        with pytest.raises(KeyError), prover.constraint_scope(j < 4):
+            raise KeyError
+        assert prover.can_prove_equal(tirx.floormod(i, 16), i)
+    assert not prover.can_prove_equal(tirx.floordiv(i, 16), 0)
+    prover.bind(j, ir.Range(0, 4))
+    assert prover.can_prove_equal(tirx.floordiv(j, 4), 0)
+    known = Prover()
+    known.update(M, arith.ConstIntBound(2, 2))
+    assert known.can_prove_equal(M, 2)
+
+
+def test_no_proof_is_looked_for_where_an_example_refutes_it():
+    searches, prover = [], Prover()
+    search = prover._can_prove_equal
+    prover._can_prove_equal = lambda *pair: searches.append(pair) or search(*pair)
+    assert not prover.can_prove_equal(T.ceildiv(M, 16) * 16, M)
+    assert not prover.can_prove_equal(M * 96, N * 96)
+    assert not searches
+    assert prover.can_prove_equal(T.ceildiv(M * 2, 2), M)
+    assert len(searches) == 1
