@@ -100,9 +100,6 @@ def search(
     topology = _topology(devices, batch is not None)
     count = devices.num_devices if isinstance(devices, (Mesh, Topology)) else devices
     _check(count, objective, width)
-    for mesh in meshes or ():
-        if Mesh(mesh).num_devices > count:
-            refuse(f"{Mesh(mesh)} has {Mesh(mesh).num_devices} devices, the search {count}", fix="give more devices")
     machine.check_holds(count, "the search")
     limit = machine.main_memory.size if memory_limit is None else memory_limit
     tried = _tried(count, topology, meshes, objective)
@@ -269,7 +266,11 @@ def _tried(
 ) -> list[Mesh]:
     """The meshes of layouts."""
     if meshes is not None:
-        return [Mesh(mesh) for mesh in meshes]
+        made = [Mesh(mesh) for mesh in meshes]
+        counts = {mesh: mesh.num_devices for mesh in made}
+        if large := [f"{mesh} has {n} devices, the search {devices}" for mesh, n in counts.items() if n > devices]:
+            refuse(large, fix=f"give devices={max(counts.values())}, or smaller meshes")
+        return made
     if topology is not None:
         return [topology[name] for name in topology.names]
     counts = [n for n in range(1, devices + 1) if devices % n == 0] if objective == "cost" else [devices]
