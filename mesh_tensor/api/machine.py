@@ -24,24 +24,14 @@ from mesh_tensor.simulation.pipelines import simulate_pipeline
 
 from .module import distribute_module
 from .pipeline import pipeline
-from .probes import (
-    PROBES,
-    SIDES,
-    Chain,
-    Probe,
-    block,
-    kernel_rate,
-    least,
-    perceptrons,
-    product,
-    product_kernel,
-    row_kernel,
-)
+from .probe_models import block, kernel_rate, perceptrons, product_kernel, row_kernel
+from .probes import LINEAR, PROBES, PRODUCT, SIDES, Chain, Probe, least
 
 _LARGEST = 1 << 22  # elements: freeing that much once, the C library keeps what is freed later
 _MEMORY = (256, 512, 1024, 2048)  # sides of what is read and written: 256 KiB to 16 MiB each
 _DTYPES = {"float32": 512, "float64": 512, "bfloat16": 512, "float16": 256}  # with sides of products
-_PRODUCTS = (48, 96, 192, 384)  # sides of smaller ones
+_PRODUCTS = (48, 96, 192, 384, 768)  # sides of those in models
+_MOVED = (16, 1024)  # sides of tensors whose layout changes
 _ROUNDS, _ROUND = 3, 0.02  # how often chains are gone through, and seconds of each
 
 
@@ -58,16 +48,17 @@ def measure(seconds: float) -> Machine:
 
 
 def _measured(end: float) -> Machine:
-    one, square = PROBES[0], product(0)
+    one = PROBES[0]
     small, memory = Chain(one, SIDES[0]), {side: Chain(one, side) for side in _MEMORY}
-    rates = {dtype: Chain(square, side, dtype) for dtype, side in _DTYPES.items()}
-    products = {side: Chain(square, side) for side in _PRODUCTS}
+    rates = {dtype: Chain(PRODUCT, side, dtype) for dtype, side in _DTYPES.items()}
+    products = {side: Chain(LINEAR, side) for side in _PRODUCTS}
+    moved = [_Changes(side) for side in _MOVED]
     chains: dict[str, dict[int, Chain]] = {}
     made_until = end - 0.4 * (end - time.monotonic())
     for probe in PROBES:
         if time.monotonic() < made_until:
             chains[probe.name] = {side: Chain(probe, side).run(_ROUND) for side in SIDES}
-    needed = (small, *memory.values(), *rates.values(), *products.values())
+    needed: tuple[Chain | _Changes, ...] = (small, *memory.values(), *rates.values(), *products.values(), *moved)
     for number in range(_ROUNDS):
         for chain in (*needed, *(chain for sides in chains.values() for chain in sides.values())):
             if number == 0 or time.monotonic() < end or chain in needed:
@@ -77,7 +68,7 @@ def _measured(end: float) -> Machine:
         f"virtual mesh on {os.cpu_count()} processors",
         {dtype: 2 * _DTYPES[dtype] ** 3 / chain.step for dtype, chain in rates.items()},
         _memory(memory, launch),
-        (_link(),),
+        (_link(*moved),),
         launch=launch,
         call=small.call,
         busy=1.0,
@@ -87,7 +78,7 @@ def _measured(end: float) -> Machine:
     classes = {"product": _product_class(products, machine), **_kernel_classes(machine)}
     for probe in PROBES:
         if {probe.name, *probe.beside} <= chains.keys():
-            classes[probe.name] = _class(probe, chains, machine)
+            classes[probe.name] = _class(probe, chains, replace(machine, classes=classes))
     if late := [probe.name for probe in PROBES if probe.name not in classes]:
         words = f"not measured, out of time: {', '.join(late)}"
         machine = replace(machine, sources={**machine.sources, "classes": words})
@@ -168,7 +159,10 @@ def _class(probe: Probe, chains: Mapping[str, Mapping[int, Chain]], machine: Mac
     tells less of how it grows, of the operations', of which there is one per element."""
     by_flops, by_bytes = [], []
     for side, chain in chains[probe.name].items():
-        step = max(1e-9, chain.step - sum(chains[other][side].step for other in probe.beside))
+        beside = sum(chains[other][side].step for other in probe.beside)
+        if probe.reduced:
+            beside += machine.work(probe.reduced(side), 0, "float32", "reduce").flops
+        step = max(1e-9, chain.step - beside)
         shapes = probe.shapes(side)
         nbytes = 4 * (sum(math.prod(shape) for shape in shapes) + math.prod(shapes[0])) * probe.times
         elements = max(math.prod(shape) for shape in shapes) * probe.times
@@ -202,15 +196,27 @@ def _terms(work: float, one: float, took: float) -> tuple[tuple[float, float], .
     return (work, work), (work, one), (one, one), (work, took), (one, took)
 
 
-def _link() -> Link:
-    """Changes of layout on a virtual mesh of two: what one takes without bytes, and per byte; per device."""
-    mesh, times = Mesh({"x": 2}), {}
-    for side in (16, 1024):
-        tensor = distribute(torch.rand(side, side), mesh, {"x": 0})
-        ways = [least(partial(tensor.redistribute, to)) for to in ({}, {"x": 1})]
-        times[side] = sum(ways) / len(ways) / mesh.num_devices
-    received = 4 * 1024 * 1024 * 3 / 8  # the mean of a half and a quarter of the tensor
-    return Link("memory", None, rate=received / max(1e-9, times[1024] - times[16]), start=times[16])
+class _Changes:
+    """Changes of layout on a virtual mesh of two, of a tensor of a side: the least that each took so far."""
+
+    def __init__(self, side: int) -> None:
+        tensor = distribute(torch.rand(side, side), Mesh({"x": 2}), {"x": 0})
+        self._ways = {partial(tensor.redistribute, to): math.inf for to in ({}, {"x": 1})}
+
+    def run(self, budget: float) -> None:
+        """Change it again for so many seconds."""
+        self._ways = {way: min(took, least(way, budget)) for way, took in self._ways.items()}
+
+    @property
+    def seconds(self) -> float:
+        """Of a change, per device."""
+        return sum(self._ways.values()) / len(self._ways) / 2
+
+
+def _link(small: _Changes, large: _Changes) -> Link:
+    """What a change of layout takes without bytes, and per byte; per device."""
+    received = 4 * _MOVED[1] ** 2 * 3 / 8  # the mean of a half and a quarter of the tensor
+    return Link("memory", None, rate=received / max(1e-9, large.seconds - small.seconds), start=small.seconds)
 
 
 Machine._measure = staticmethod(measure)

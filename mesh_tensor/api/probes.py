@@ -1,4 +1,4 @@
-"""Small programs that are timed to know a machine: chains of one operator, a block of a model, two kernels."""
+"""Chains of one operator that are timed to know a machine."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
-import tilelang.language as T  # type: ignore[import-untyped]
 import torch
-from tvm import ir, relax, tirx
+from tvm import ir, relax
 
-from mesh_tensor.annotations.annotate import annotate
-from mesh_tensor.program.steps import KernelStep
 from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.cost import gradient_class
 from mesh_tensor.rules.operator.vjp import VJP, vjp_call
+from mesh_tensor.targets.dtypes import torch_dtype
 
-from .compile import compile
 from .module import distribute_module
 
 Shapes = Sequence[tuple[int, ...]]
@@ -36,6 +34,8 @@ class Probe:
     beside   the probes of the operators that it takes to have one, and that are no part of it
     times    how often its operands and result count
     indices  whether the last operand is places along the first dim
+    reduced  elements that a reduction goes through between its products
+    own      how many operands, the last ones, every step has of its own, as layers have their weights
     """
 
     name: str
@@ -45,6 +45,8 @@ class Probe:
     beside: tuple[str, ...] = ()
     times: int = 1
     indices: bool = False
+    reduced: Callable[[int], int] | None = None
+    own: int = 0
 
 
 def _row(side: int) -> Shapes:
@@ -80,9 +82,9 @@ def _emitted(x: relax.Expr) -> relax.Var:
     return relax.BlockBuilder.current().emit(x)
 
 
-def _gradient(x: relax.Expr, seed: relax.Expr) -> relax.Expr:
-    """Of relu, which costs little itself."""
-    return vjp_call(op_call(relax.BlockBuilder().normalize(_ops.nn.relu(x))), [x], {0: seed}, [0])
+def _gradient(of: Emit) -> Emit:
+    """Of an operator that costs little itself."""
+    return lambda x, seed: vjp_call(op_call(relax.BlockBuilder().normalize(of(x))), [x], {0: seed}, [0])
 
 
 def _moved(x: relax.Expr) -> relax.Expr:
@@ -96,6 +98,10 @@ def _attended(q: relax.Expr, k: relax.Expr, v: relax.Expr) -> relax.Expr:
 
 def _multiply_adds(side: int) -> int:
     return 8 * side**3
+
+
+def _scored(side: int) -> int:
+    return 8 * side**2
 
 
 def _forward() -> Iterator[Probe]:
@@ -116,8 +122,9 @@ def _forward() -> Iterator[Probe]:
     yield Probe("nn.layer_norm", lambda x, g, b: _ops.nn.layer_norm(x, g, b, [1]), _row)
     yield Probe("nn.rms_norm", lambda x, g, b: _ops.nn.rms_norm(x, g, [1]), _row)
     yield Probe("move", _moved, beside=("view", "view"))
-    yield Probe(VJP, _gradient, _two, times=2)
-    yield Probe("nn.attention", _attended, _heads, _multiply_adds)
+    yield Probe(VJP, _gradient(_ops.abs), _two, times=2)  # by torch.autograd, as all that have no class
+    yield Probe(gradient_class("nn.relu"), _gradient(_ops.nn.relu), _two, times=2)
+    yield Probe("nn.attention", _attended, _heads, _multiply_adds, reduced=_scored)
     yield Probe("nn.conv2d", lambda x, w: _ops.nn.conv2d(x, w, padding=1), _image, _convolved)
     yield Probe("nn.group_norm", lambda x, g, b: _ops.nn.group_norm(x, g, b, 4, 1, [2, 3]), _channels)
     yield Probe("nn.max_pool2d", lambda x: _ops.nn.max_pool2d(x, (3, 3), padding=1), lambda side: _channels(side)[:1])
@@ -135,8 +142,13 @@ def _backward(forward: Probe, count: int) -> Probe:
         found = _emitted(vjp_call(call, operands[: len(call.inputs)], {0: result}, range(count)))
         return found if count == 1 else relax.TupleGetItem(found, 0)
 
-    flops = None if forward.flops is None else lambda side: 3 * forward.flops(side)  # type: ignore[misc]
-    return Probe(gradient_class(forward.name), emit, forward.shapes, flops, (forward.name,), 3, forward.indices)
+    flops, reduced = _thrice(forward.flops), _thrice(forward.reduced)
+    beside = (forward.name,)
+    return Probe(gradient_class(forward.name), emit, forward.shapes, flops, beside, 3, forward.indices, reduced)
+
+
+def _thrice(count: Callable[[int], int] | None) -> Callable[[int], int] | None:
+    return None if count is None else lambda side: 3 * count(side)
 
 
 _FORWARD = {probe.name: probe for probe in _forward()}
@@ -153,10 +165,7 @@ class Chain:
     def __init__(self, probe: Probe, side: int, dtype: str = "float32") -> None:
         shapes = probe.shapes(side)
         dtypes = [dtype] * (len(shapes) - probe.indices) + ["int64"] * probe.indices
-        pairs = zip(shapes, dtypes, strict=True)
-        tensors = [(torch.rand(shape) * 0.5 + 0.5).to(getattr(torch, each)) for shape, each in pairs]
-        modules = [_chain(probe, shapes, dtypes, count) for count in (_SHORT, _LONG)]
-        self._runs = [partial(distribute_module(mod, {"x": 1}, target="c"), *tensors) for mod in modules]
+        self._runs = [_ready(_chain(probe, shapes, dtypes, count), count * probe.own) for count in (_SHORT, _LONG)]
         self._times = [math.inf, math.inf]
 
     def run(self, budget: float = 0.06) -> Chain:
@@ -176,16 +185,31 @@ class Chain:
         return max(0.0, self._times[0] - _SHORT * self.step)
 
 
+def _ready(mod: ir.IRModule, own: int) -> Callable[[], object]:
+    """A run of a module on one device, for tensors of numbers from 0.5 to 1; the last `own` are its weights."""
+    infos = {param.name_hint: param.struct_info for param in mod["main"].params}
+    tensors = {
+        name: (torch.rand(tuple(map(int, info.shape))) * 0.5 + 0.5).to(torch_dtype(info.dtype))
+        for name, info in infos.items()
+    }
+    given = list(tensors)[: len(tensors) - own]
+    weights = {name: tensor for name, tensor in tensors.items() if name not in given}
+    run = distribute_module(mod, {"x": 1}, weights=weights, target="c")
+    return partial(run, *[tensors[name] for name in given])
+
+
 def _chain(probe: Probe, shapes: Shapes, dtypes: Sequence[str], count: int) -> ir.IRModule:
     """A function that applies the operator `count` times."""
     builder = relax.BlockBuilder()
     infos = [relax.TensorStructInfo(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    params = [relax.Var(f"x{number}", info) for number, info in enumerate(infos)]
-    with builder.function("main", params):
+    shared = len(infos) - probe.own
+    params = [relax.Var(f"x{number}", info) for number, info in enumerate(infos[:shared])]
+    own = [[relax.Var(f"w{step}_{n}", info) for n, info in enumerate(infos[shared:])] for step in range(count)]
+    with builder.function("main", [*params, *chain.from_iterable(own)]):
         with builder.dataflow():
             value = params[0]
-            for _ in range(count):
-                value = builder.emit(probe.emit(value, *params[1:]))
+            for each in own:
+                value = builder.emit(probe.emit(value, *params[1:], *each))
             result = builder.emit_output(value)
         builder.emit_func_output(result)
     return builder.get()
@@ -203,109 +227,11 @@ def least(run: Callable[[], object], budget: float = 0.06) -> float:
     return least
 
 
-def product(side: int) -> Probe:
-    """Square matrices."""
-    return Probe("matmul", lambda x, y: _ops.matmul(x, y), _two)
+PRODUCT = Probe("matmul", lambda x, y: _ops.matmul(x, y), _two)  # of square matrices
 
 
-def block(rows: int, width: int, count: int) -> ir.IRModule:
-    """A model of blocks: attention of one head and a perceptron, each on its normed input and added to it."""
-    shapes = {"x": (rows, width), "g": (width,), "b": (width,), "q": (width, width), "k": (width, width)}
-    shapes |= {"v": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
-    params = {name: relax.Var(name, relax.TensorStructInfo(shape, "float32")) for name, shape in shapes.items()}
-    builder = relax.BlockBuilder()
-    with builder.function("main", list(params.values())):
-        with builder.dataflow():
-            value = params["x"]
-            for _ in range(count):
-                value = _one_block(builder.emit, value, params)
-            result = builder.emit_output(builder.emit(_ops.reshape(value, (width, rows))))
-        builder.emit_func_output(result)
-    return builder.get()
+def _layer(x: relax.Expr, weight: relax.Expr, bias: relax.Expr) -> relax.Expr:
+    return _ops.add(_emitted(_ops.matmul(x, _emitted(_ops.permute_dims(weight)))), bias)
 
 
-def _one_block(emit: Callable[[relax.Expr], relax.Var], x: relax.Var, params: dict[str, relax.Var]) -> relax.Var:
-    """As models from torch have them: weights are transposed, and biases added."""
-
-    def linear(y: relax.Var, name: str, bias: relax.Var | None = None) -> relax.Var:
-        made = emit(_ops.matmul(y, emit(_ops.permute_dims(emit(_ops.permute_dims(params[name]))))))
-        return made if bias is None else emit(_ops.add(made, bias))
-
-    n = emit(_ops.nn.layer_norm(x, params["g"], params["b"], [1]))
-    q, k, v = (linear(n, name, params["b"]) for name in ("q", "k", "v"))
-    weights = emit(_ops.nn.softmax(emit(_ops.matmul(q, emit(_ops.permute_dims(k)))), -1))
-    y = emit(_ops.add(x, emit(_ops.matmul(weights, v))))
-    n = emit(_ops.nn.layer_norm(y, params["g"], params["b"], [1]))
-    hidden = emit(_ops.nn.gelu(linear(n, "up")))
-    z = emit(_ops.add(y, linear(hidden, "down", params["b"])))
-    return emit(_ops.multiply(z, emit(_ops.divide(emit(_ops.exp(emit(_ops.sigmoid(z)))), emit(_ops.sigmoid(y))))))
-
-
-def perceptrons(rows: int, width: int, count: int) -> tuple[ir.IRModule, dict[str, torch.Tensor]]:
-    """The sum of what so many layers make of `x`, each a product and its activation; and their weights."""
-    builder = relax.BlockBuilder()
-    names = [f"w{number}" for number in range(count)]
-    x = relax.Var("x", relax.TensorStructInfo((rows, width), "float32"))
-    params = [relax.Var(name, relax.TensorStructInfo((width, width), "float32")) for name in names]
-    with builder.function("main", [x, *params]):
-        with builder.dataflow():
-            value = x
-            for weight in params:
-                value = builder.emit(_ops.nn.relu(builder.emit(_ops.matmul(value, weight))))
-            result = builder.emit_output(builder.emit(_ops.sum(value)))
-        builder.emit_func_output(result)
-    return builder.get(), {name: torch.rand(width, width) / width for name in names}
-
-
-def kernel_rate(func: tirx.PrimFunc, call: float, *tensors: torch.Tensor) -> float:
-    """Operations per second of a kernel on one device, beside what a call takes."""
-    run = compile(annotate(func, {"x": 1}, {}), target="c")
-    flops = sum(step.flops for step in run.program.steps if isinstance(step, KernelStep))
-    return flops / max(1e-9, least(partial(run, *tensors)) - call)
-
-
-def product_kernel(size: int) -> tirx.PrimFunc:
-    """A square product in float32."""
-
-    @T.prim_func
-    def product_of_blocks(
-        A: T.Tensor((size, size), "float32"),  # type: ignore[valid-type]
-        B: T.Tensor((size, size), "float32"),  # type: ignore[valid-type]
-        C: T.Tensor((size, size), "float32"),  # type: ignore[valid-type]
-    ):
-        with T.Kernel(T.ceildiv(size, 64), T.ceildiv(size, 64), threads=128) as (bx, by):
-            a = T.alloc_shared((64, 64), "float32")
-            b = T.alloc_shared((64, 64), "float32")
-            c = T.alloc_fragment((64, 64), "float32")
-            T.clear(c)
-            for ko in T.Pipelined(T.ceildiv(size, 64), num_stages=2):
-                T.copy(A[by * 64, ko * 64], a)
-                T.copy(B[ko * 64, bx * 64], b)
-                T.gemm(a, b, c)
-            T.copy(c, C[by * 64, bx * 64])
-
-    return product_of_blocks
-
-
-def row_kernel(size: int) -> tirx.PrimFunc:
-    """Rows, each of which becomes its softmax."""
-
-    @T.prim_func
-    def rows(
-        X: T.Tensor((size, size), "float32"),  # type: ignore[valid-type]
-        Y: T.Tensor((size, size), "float32"),  # type: ignore[valid-type]
-    ):
-        with T.Kernel(T.ceildiv(size, 16), threads=128) as by:
-            x = T.alloc_fragment((16, size), "float32")
-            largest = T.alloc_fragment((16,), "float32")
-            total = T.alloc_fragment((16,), "float32")
-            T.copy(X[by * 16, 0], x)
-            T.reduce_max(x, largest, dim=1)
-            for i, j in T.Parallel(16, size):
-                x[i, j] = T.exp(x[i, j] - largest[i])
-            T.reduce_sum(x, total, dim=1)
-            for i, j in T.Parallel(16, size):
-                x[i, j] = x[i, j] / total[i]
-            T.copy(x, Y[by * 16, 0])
-
-    return rows
+LINEAR = Probe("linear", _layer, lambda side: [(side, side), (side, side), (side,)], own=2)  # as models have products

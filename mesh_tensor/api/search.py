@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def search(
     **only: Sequence[Any],
 ) -> Found | FoundKernel | TrainingPlans:
     """Search how the parameters of a module are laid out best; or, with `batch`, how a model is trained best. Nothing
-    is run. Deterministic, unless it is out of time.
+    is run. Deterministic, unless it is out of time, or stopped: Ctrl-C ends it with what it has found, if it has.
 
     Without `batch`, every strategy that is looked at is planned, and simulated on the machine. With it, the module
     gives a loss, and repeats layers. Ways to train it are combined of data and model parallel meshes, stages,
@@ -149,17 +150,18 @@ def search(
     evaluator = Evaluator(mod, function, machine)
     dims = named_dims(evaluator.graph, evaluator.atoms)
     asked = _question(evaluator.graph, machine, function)
-    if known is not None:
-        evaluator.learn(_read(known, asked))
+    learned = [] if known is None else _read(known, asked)
+    evaluator.learn(learned)
     rank = _rank(objective, limit)
     end = time.monotonic() + seconds
-    found: list[Strategy] = []
-    for number, mesh in enumerate(tried, 1):
-        presets = [evaluator.strategy(mesh, layouts) for layouts in preset_layouts(module, function, mesh)]
-        found += [strategy for strategy in presets if strategy is not None]
-        found += Beam(evaluator, dims, rank, width).run(mesh, lambda: time.monotonic() > end)
-        if told is not None:
-            told(number, len(tried))
+    found = [strategy for strategy in learned if strategy.mesh in tried]
+    with _until_stopped(found):
+        for number, mesh in enumerate(tried, 1):
+            presets = (evaluator.strategy(mesh, layouts) for layouts in preset_layouts(module, function, mesh))
+            found += (strategy for strategy in presets if strategy is not None)
+            found += Beam(evaluator, dims, rank, width).run(mesh, lambda: time.monotonic() > end)
+            if told is not None:
+                told(number, len(tried))
     if not found:
         refuse("no layout of the module can be planned", where=f"function {function!r}", fix="see mt.distribute_module")
     found = _best_in_full(sorted(dict.fromkeys(found), key=rank), evaluator, rank)
@@ -167,13 +169,24 @@ def search(
     return Found(module, function, machine, tuple(dims), tuple(found), evaluator.planned, asked)
 
 
+@contextmanager
+def _until_stopped(found: Sequence[Strategy]) -> Iterator[None]:
+    """Ctrl-C ends what is done here, if something was found."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not found:
+            raise
+
+
 def _search_kernel(
     func: tirx.PrimFunc, tried: Sequence[Mesh], machine: Machine, rank: Rank, width: int, end: float
 ) -> FoundKernel:
     check_sizes_known(func)
     evaluator, dims, found = KernelEvaluator(func, machine), kernel_dims(func), list[Strategy]()
-    for mesh in tried:
-        found += Beam(evaluator, dims, rank, width).run(mesh, lambda: time.monotonic() > end)
+    with _until_stopped(found):
+        for mesh in tried:
+            found += Beam(evaluator, dims, rank, width).run(mesh, lambda: time.monotonic() > end)
     if not found:
         refuse("no layout of the kernel's buffers can be planned", fix="see what mt.compile says of one")
     found = sorted(dict.fromkeys(found), key=rank)
@@ -216,10 +229,11 @@ def _strategy(row: Mapping[str, Any]) -> Strategy:
 
 
 def _best_in_full(found: list[Strategy], evaluator: Evaluator, rank: Callable[[Strategy], tuple]) -> list[Strategy]:
-    """The strategies in order, of which the first is planned with all of its layers."""
-    while found and not found[0].in_full:
-        first = evaluator.in_full(found[0])
-        found = sorted([*([] if first is None else [first]), *found[1:]], key=rank)
+    """The strategies in order, of which the first is planned with all of its layers, unless Ctrl-C ends that."""
+    with _until_stopped(found):
+        while found and not found[0].in_full:
+            first = evaluator.in_full(found[0])
+            found = sorted([*([] if first is None else [first]), *found[1:]], key=rank)
     return found
 
 
@@ -252,7 +266,11 @@ def _tried(
 ) -> list[Mesh]:
     """The meshes of layouts."""
     if meshes is not None:
-        return [Mesh(mesh) for mesh in meshes]
+        made = [Mesh(mesh) for mesh in meshes]
+        counts = {mesh: mesh.num_devices for mesh in made}
+        if large := [f"{mesh} has {n} devices, the search {devices}" for mesh, n in counts.items() if n > devices]:
+            refuse(large, fix=f"give devices={max(counts.values())}, or smaller meshes")
+        return made
     if topology is not None:
         return [topology[name] for name in topology.names]
     counts = [n for n in range(1, devices + 1) if devices % n == 0] if objective == "cost" else [devices]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -241,21 +242,29 @@ def _composed(
     """What choices take that fit into memory, put together from pieces; and the memory of those that don't."""
     end, found, too_large = time.monotonic() + options.seconds, list[Estimate](), list[int]()
     for number, choice in enumerate(choices, 1):
-        if options.progress is not None:
-            options.progress(number, len(choices))
-        if choice in known:
-            found.append(known[choice])
-            continue
-        if found and time.monotonic() > end:
-            continue
-        models = pieces.models(choice, batch)
-        layers = layers_of(choice, models)
-        memory = composer.memory(choice, models, layers)
-        if memory > options.limit:
-            too_large.append(memory)
-            continue
-        found.append(Estimate(choice, composer.seconds(choice, models, layers), memory, layers))
+        try:
+            if options.progress is not None:
+                options.progress(number, len(choices))
+            late = found and time.monotonic() > end
+            if choice in known:
+                found.append(known[choice])
+            elif not late and (made := _estimated(choice, pieces, composer, batch, options.limit)).time < math.inf:
+                found.append(made)
+            elif not late:
+                too_large.append(made.memory)
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            end = -math.inf  # with what there is
     return found, too_large
+
+
+def _estimated(choice: Choice, pieces: ModelPieces, composer: Composer, batch: int, limit: int) -> Estimate:
+    """What a choice takes, put together from pieces; forever, if it needs more memory than `limit`."""
+    models = pieces.models(choice, batch)
+    layers = layers_of(choice, models)
+    memory = composer.memory(choice, models, layers)
+    return Estimate(choice, composer.seconds(choice, models, layers) if memory <= limit else math.inf, memory, layers)
 
 
 def _check(batch: int, options: TrainingOptions) -> None:
@@ -278,8 +287,12 @@ def _in_full(
     then is left out, unless nothing does."""
     made: list[Estimate] = []
     left = list(plans)
-    while left and sum(each.memory <= options.limit for each in made) < options.finalists:
-        made.append(in_full(left.pop(0), pieces, composer, batch))
+    try:
+        while left and sum(each.memory <= options.limit for each in made) < options.finalists:
+            made.append(in_full(left[0], pieces, composer, batch))
+            left.pop(0)
+    except KeyboardInterrupt:  # the rest as it was put together
+        pass
     return [each for each in made if each.memory <= options.limit] + left or made
 
 

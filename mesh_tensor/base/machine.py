@@ -157,7 +157,7 @@ class Machine:
     def peak(self, dtype: str) -> float:
         """Operations per second on `dtype`, or on all formats of its size (`float8`); integers and booleans count as
         float32."""
-        wanted = dtype if is_float(dtype) else "float32"
+        wanted = str(dtype) if is_float(dtype) else "float32"
         if wanted not in self.flops:
             wanted = wanted.partition("_")[0]
         if wanted not in self.flops:

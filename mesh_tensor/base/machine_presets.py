@@ -198,6 +198,12 @@ def table(machine: Machine) -> str:
     count = "" if machine.devices is None else f"{machine.devices} of "
     lines = [f"machine {machine.name}", f"  devices  {count}{rates} flop/s", f"  memory   {levels}"]
     lines += [f"  launch   {_time(machine.launch)}"]
+    if machine.processors is not None:
+        again = f"{_time(machine.turn)} and {machine.start:.3g} launches"
+        lines.append(f"  share    {machine.processors} processors; where devices take turns, a step starts in {again}")
+    for name in ("call", "action"):
+        if getattr(machine, name):
+            lines.append(f"  {name:8s} {_time(getattr(machine, name))}")
     for link in machine.links:
         reach = "any number" if link.devices is None else f"up to {link.devices}"
         hop = f", {_time(link.hop)} per further message" if link.hop else ""

@@ -1,6 +1,7 @@
 """Searches: at least as good as what people write, the same every time, and what is found runs."""
 
 import itertools
+import signal
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import mesh_tensor as mt
 from kernels.models import gpt2, mlp
 from mesh_tensor.base.machine import Link, Machine, Memory
+from mesh_tensor.searching.evaluate import Evaluator
 
 # Products are dear, and links are fast enough to split them.
 FAST = Machine("fast", {"float32": 1e9}, (Memory(10**9, 1e12),), (Link("wire", None, rate=1e9, start=1e-7),))
@@ -137,3 +139,36 @@ def test_the_table(perceptron):
     assert lines[0] == f"{len(found.strategies)} strategies on fast"
     assert lines[2].split()[:2] == ["{'x':", "4}"] or "'y'" in lines[2]
     assert len(lines) == 12
+
+
+def ctrl_c(at):
+    """Progress that is stopped when so many were looked at."""
+    return lambda done, _: signal.raise_signal(signal.SIGINT) if done == at else None
+
+
+def test_ctrl_c_leaves_what_was_found_so_far_to_run_and_to_go_on_from(perceptron, tmp_path):
+    meshes = [{"x": 2}, {"x": 4}, {"x": 2, "y": 2}]
+    whole = mt.search(perceptron, 4, FAST, meshes=meshes)
+    part = mt.search(perceptron, 4, FAST, meshes=meshes, progress=ctrl_c(1))
+    assert {strategy.mesh for strategy in part.strategies} == {mt.Mesh({"x": 2})}
+    assert set(map(str, part.strategies)) == {str(s) for s in whole.strategies if s.mesh == mt.Mesh({"x": 2})}
+    assert part.pareto()
+    x = mlp.example_inputs()[0]
+    expected = mt.distribute_module(perceptron.mod, {"x": 1}, weights=perceptron.params)(x)
+    torch.testing.assert_close(part.run(x), expected, rtol=1e-4, atol=1e-4)
+    part.save(tmp_path / "part.json")
+    again = mt.search(perceptron, 4, FAST, meshes=meshes, known=tmp_path / "part.json", progress=ctrl_c(2))
+    assert {strategy.mesh for strategy in again.strategies} == {mt.Mesh({"x": 2}), mt.Mesh({"x": 4})}
+    again.save(tmp_path / "part.json")
+    rest = mt.search(perceptron, 4, FAST, meshes=meshes, known=tmp_path / "part.json")
+    assert [str(s) for s in rest.strategies] == [str(s) for s in whole.strategies]
+    assert rest.planned + again.planned + part.planned == whole.planned
+    other = mt.search(perceptron, 4, FAST, meshes=meshes[1:2], known=tmp_path / "part.json")
+    assert {strategy.mesh for strategy in other.strategies} == {mt.Mesh({"x": 4})}
+
+
+def test_ctrl_c_before_anything_was_found_ends_the_search(perceptron, monkeypatch):
+    stop = ctrl_c(1)
+    monkeypatch.setattr(Evaluator, "strategy", lambda *_: stop(1, 1))
+    with pytest.raises(KeyboardInterrupt):
+        mt.search(perceptron, 4, FAST)

@@ -20,6 +20,7 @@ def perceptron():
         ({"devices": 2, "objective": "money"}, "objective is 'money'"),
         ({"devices": 2, "width": 0}, "width is 0"),
         ({"devices": 16, "machine": "h100x8"}, "the search has 16 devices, the machine 8"),
+        ({"devices": 4, "meshes": [{"x": 2}, {"x": 8}]}, 'Mesh({"x": 8}) has 8 devices, the search 4'),
         ({"devices": 2, "machine": "b100"}, "there is no machine 'b100'"),
         ({"devices": 2, "function": "other"}, "other"),
         ({"devices": mt.Topology({"a": {"x": 2}, "b": {"x": 2}})}, "layouts of a module on several meshes"),

@@ -2,6 +2,7 @@
 
 import math
 import random
+import signal
 from dataclasses import replace
 
 import pytest
@@ -247,3 +248,21 @@ def test_stages_that_compute_alike_are_planned_once(monkeypatch):
         each.time, each.peaks, each.transfers, each.endings,
     )  # fmt: skip
     assert {key: sim.time for key, sim in made.fragments.items()} == {k: sim.time for k, sim in each.fragments.items()}
+
+
+def test_ctrl_c_leaves_what_was_found_so_far_to_run_and_to_go_on_from(gpt, found, tmp_path):
+    _, module = gpt
+    at = 5
+
+    def stop(done, _):
+        if done == at:
+            signal.raise_signal(signal.SIGINT)
+
+    part = mt.search(module, 4, CPU, batch=8, finalists=1, progress=stop)
+    assert {plan.choice for plan in part.plans} < {plan.choice for plan in found.plans}
+    assert 0 < len(part.plans) < at
+    assert part.plans[0].in_full
+    assert torch.isfinite(part.run(*batch()))
+    part.save(tmp_path / "part.json")
+    again = mt.search(module, 4, CPU, batch=8, finalists=1, known=tmp_path / "part.json")
+    assert [plan.choice for plan in again.plans] == [plan.choice for plan in found.plans]

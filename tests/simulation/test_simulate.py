@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tvm import relax
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
 from kernels.models import gpt2
-from mesh_tensor.base.machine import Link, Machine, Memory
+from mesh_tensor.base.machine import Link, Machine, Memory, Roofline
 from tests.plan.loop_modules import Loop, looped, recurrent, unrolled
 
 FAST = Machine(
@@ -181,3 +182,22 @@ def test_loops_find_what_their_last_turn_left_in_near_memory():
         times.append([step.end - step.start for step in made.steps if step.kind == "matmul"])
     assert times[0][0] > 2 * times[0][1]
     assert times[0] == pytest.approx(times[1])
+
+
+def test_attention_reduces_its_scores_between_its_products():
+    """Where reductions are slow, heads half as long (as many scores, half the operations) take more than half."""
+
+    def took(size, rate):
+        tensor = relax.TensorStructInfo((2, 64, 4, size), "float32")
+        q, k, v = (relax.Var(name, tensor) for name in "qkv")
+        builder = relax.BlockBuilder()
+        with builder.function("main", [q, k, v]):
+            with builder.dataflow():
+                result = builder.emit_output(builder.emit(relax.op.nn.attention(q, k, v)))
+            builder.emit_func_output(result)
+        machine = mt.Machine("m", {"float32": 1e9}, [Memory(1 << 40, 1e15)], classes={"reduce": Roofline(flops=rate)})
+        return mt.simulate(mt.distribute_module(builder.get(), {"x": 1}), machine).time
+
+    scores = 2 * 4 * 64 * 64
+    for size in (16, 32):
+        assert took(size, 0.01) == pytest.approx((4 * size * scores + 100 * scores) / 1e9)

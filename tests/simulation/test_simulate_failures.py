@@ -50,3 +50,11 @@ def test_a_machine_without_a_rate():
 def test_a_machine_without_links():
     with pytest.raises(mt.MeshTensorError, match="nothing connects 4 devices"):
         mt.simulate(kernel(), Machine("alone", {"float32": 1e12}, (Memory(10**9, 1e11),)))
+
+
+def test_a_rate_that_is_missing_is_to_be_pasted():
+    machine = Machine("m", {"bfloat16": 1e12}, [Memory(1 << 30, 1e11)])
+    func = mt.annotate(matmul(64, 64, 64), {"x": 1}, {})
+    with pytest.raises(mt.MeshTensorError) as caught:
+        mt.simulate(func, machine)
+    assert "flops={**machine.flops, 'float32': ...}" in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine, Work
@@ -71,9 +72,14 @@ def count_flops(call: OpCall) -> int:
         weight = call.inputs[1]
         return 2 * call.outputs[0].elements * weight.elements // max(1, weight.shape[0])
     if call.name.startswith("nn.attention"):
-        batch, queries, heads, size = call.inputs[0].shape
-        return 4 * batch * heads * queries * call.inputs[1].shape[1] * size
+        return 4 * _scores(call) * call.inputs[0].shape[-1]
     return max((math.prod(tensor.shape) for tensor in (*call.inputs, *call.outputs)), default=0)
+
+
+def _scores(call: OpCall) -> int:
+    """Of attention, how many there are, each of a query and a key."""
+    batch, queries, heads, _ = call.inputs[0].shape
+    return batch * queries * heads * call.inputs[1].shape[1]
 
 
 def _labelled(call: OpCall) -> int:
@@ -133,6 +139,10 @@ def _gradient_work(call: OpCall, machine: Machine, again: bool) -> Work:
 
 
 def _on_operands(call: OpCall, machine: Machine, times: int, *names: str) -> Work:
-    """So many times a call's operations, or its operands and results, in a class."""
+    """So many times a call's operations, or its operands and results, in a class. Attention's scores become weights
+    between its products, as a reduction does that, in no other memory."""
     dtype = next((tensor.dtype for tensor in (*call.inputs, *call.outputs)), "float32")
-    return machine.work(times * count_flops(call), times * touched_bytes(call), dtype, *names)
+    work = machine.work(times * count_flops(call), times * touched_bytes(call), dtype, *names)
+    if not call.name.startswith("nn.attention"):
+        return work
+    return replace(work, flops=work.flops + machine.work(times * _scores(call), 0, dtype, "reduce").flops)

@@ -1,0 +1,121 @@
+"""Small programs that are timed to know a machine: a block of a model, layers of perceptrons, two kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import tilelang.language as T  # type: ignore[import-untyped]
+import torch
+from tvm import ir, relax, tirx
+
+from mesh_tensor.annotations.annotate import annotate
+from mesh_tensor.program.steps import KernelStep
+
+from .compile import compile
+from .probes import least
+
+_ops = relax.op
+
+
+def block(rows: int, width: int, count: int) -> ir.IRModule:
+    """A model of blocks: attention of one head and a perceptron, each on its normed input and added to it."""
+    shapes = {"x": (rows, width), "g": (width,), "b": (width,), "q": (width, width), "k": (width, width)}
+    shapes |= {"v": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    params = {name: relax.Var(name, relax.TensorStructInfo(shape, "float32")) for name, shape in shapes.items()}
+    builder = relax.BlockBuilder()
+    with builder.function("main", list(params.values())):
+        with builder.dataflow():
+            value = params["x"]
+            for _ in range(count):
+                value = _one_block(builder.emit, value, params)
+            result = builder.emit_output(builder.emit(_ops.reshape(value, (width, rows))))
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+def _one_block(emit: Callable[[relax.Expr], relax.Var], x: relax.Var, params: dict[str, relax.Var]) -> relax.Var:
+    """As models from torch have them: weights are transposed, and biases added."""
+
+    def linear(y: relax.Var, name: str, bias: relax.Var | None = None) -> relax.Var:
+        made = emit(_ops.matmul(y, emit(_ops.permute_dims(emit(_ops.permute_dims(params[name]))))))
+        return made if bias is None else emit(_ops.add(made, bias))
+
+    n = emit(_ops.nn.layer_norm(x, params["g"], params["b"], [1]))
+    q, k, v = (linear(n, name, params["b"]) for name in ("q", "k", "v"))
+    weights = emit(_ops.nn.softmax(emit(_ops.matmul(q, emit(_ops.permute_dims(k)))), -1))
+    y = emit(_ops.add(x, emit(_ops.matmul(weights, v))))
+    n = emit(_ops.nn.layer_norm(y, params["g"], params["b"], [1]))
+    hidden = emit(_ops.nn.gelu(linear(n, "up")))
+    z = emit(_ops.add(y, linear(hidden, "down", params["b"])))
+    return emit(_ops.multiply(z, emit(_ops.divide(emit(_ops.exp(emit(_ops.sigmoid(z)))), emit(_ops.sigmoid(y))))))
+
+
+def perceptrons(rows: int, width: int, count: int) -> tuple[ir.IRModule, dict[str, torch.Tensor]]:
+    """The sum of what so many layers make of `x`, each a product and its activation; and their weights."""
+    builder = relax.BlockBuilder()
+    names = [f"w{number}" for number in range(count)]
+    x = relax.Var("x", relax.TensorStructInfo((rows, width), "float32"))
+    params = [relax.Var(name, relax.TensorStructInfo((width, width), "float32")) for name in names]
+    with builder.function("main", [x, *params]):
+        with builder.dataflow():
+            value = x
+            for weight in params:
+                value = builder.emit(_ops.nn.relu(builder.emit(_ops.matmul(value, weight))))
+            result = builder.emit_output(builder.emit(_ops.sum(value)))
+        builder.emit_func_output(result)
+    return builder.get(), {name: torch.rand(width, width) / width for name in names}
+
+
+def kernel_rate(func: tirx.PrimFunc, call: float, *tensors: torch.Tensor) -> float:
+    """Operations per second of a kernel on one device, beside what a call takes."""
+    run = compile(annotate(func, {"x": 1}, {}), target="c")
+    flops = sum(step.flops for step in run.program.steps if isinstance(step, KernelStep))
+    return flops / max(1e-9, least(partial(run, *tensors)) - call)
+
+
+def product_kernel(size: int) -> tirx.PrimFunc:
+    """A square product in float32."""
+
+    @T.prim_func
+    def product_of_blocks(
+        A: T.Tensor((size, size), "float32"),  # type: ignore[valid-type]
+        B: T.Tensor((size, size), "float32"),  # type: ignore[valid-type]
+        C: T.Tensor((size, size), "float32"),  # type: ignore[valid-type]
+    ):
+        with T.Kernel(T.ceildiv(size, 64), T.ceildiv(size, 64), threads=128) as (bx, by):
+            a = T.alloc_shared((64, 64), "float32")
+            b = T.alloc_shared((64, 64), "float32")
+            c = T.alloc_fragment((64, 64), "float32")
+            T.clear(c)
+            for ko in T.Pipelined(T.ceildiv(size, 64), num_stages=2):
+                T.copy(A[by * 64, ko * 64], a)
+                T.copy(B[ko * 64, bx * 64], b)
+                T.gemm(a, b, c)
+            T.copy(c, C[by * 64, bx * 64])
+
+    return product_of_blocks
+
+
+def row_kernel(size: int) -> tirx.PrimFunc:
+    """Rows, each of which becomes its softmax."""
+
+    @T.prim_func
+    def rows(
+        X: T.Tensor((size, size), "float32"),  # type: ignore[valid-type]
+        Y: T.Tensor((size, size), "float32"),  # type: ignore[valid-type]
+    ):
+        with T.Kernel(T.ceildiv(size, 16), threads=128) as by:
+            x = T.alloc_fragment((16, size), "float32")
+            largest = T.alloc_fragment((16,), "float32")
+            total = T.alloc_fragment((16,), "float32")
+            T.copy(X[by * 16, 0], x)
+            T.reduce_max(x, largest, dim=1)
+            for i, j in T.Parallel(16, size):
+                x[i, j] = T.exp(x[i, j] - largest[i])
+            T.reduce_sum(x, total, dim=1)
+            for i, j in T.Parallel(16, size):
+                x[i, j] = x[i, j] / total[i]
+            T.copy(x, Y[by * 16, 0])
+
+    return rows
