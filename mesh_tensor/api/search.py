@@ -267,9 +267,9 @@ def _tried(
     """The meshes of layouts."""
     if meshes is not None:
         made = [Mesh(mesh) for mesh in meshes]
-        counts = {mesh: mesh.num_devices for mesh in made}
-        if large := [f"{mesh} has {n} devices, the search {devices}" for mesh, n in counts.items() if n > devices]:
-            refuse(large, fix=f"give devices={max(counts.values())}, or smaller meshes")
+        sizes = {mesh: mesh.num_devices for mesh in made}
+        if large := [f"{mesh} has {n} devices, the search {devices}" for mesh, n in sizes.items() if n > devices]:
+            refuse(large, fix=f"give devices={max(sizes.values())}, or smaller meshes")
         return made
     if topology is not None:
         return [topology[name] for name in topology.names]
