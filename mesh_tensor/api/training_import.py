@@ -62,6 +62,13 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors) -> Iterator[ImportedL
             f"training_step takes a torch model, not a {type(model).__name__}",
             fix="pass a torch.nn.Module, or what from_torch gave",
         )
+    if not (loss is None or callable(loss)):
+        refuse(
+            f"loss={shown(loss)} is no function",
+            where="training_step",
+            fix="pass a function of the model's result and the target, such as torch.nn.functional.mse_loss, or None where "
+            "the model gives its loss",
+        )
     if not inputs:
         refuse("training_step without inputs", fix="pass example inputs, of the sizes that are trained with")
     before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}

@@ -47,6 +47,11 @@ def test_what_is_no_model():
     assert "takes a torch model, not a str" in _refused(mt.training_step, "gelu", F.cross_entropy, ())
 
 
+def test_what_is_no_loss():
+    model, x, y = _model()
+    assert "loss='mse' is no function" in _refused(mt.training_step, model, "mse", (x, y))
+
+
 def test_no_inputs():
     assert "without inputs" in _refused(mt.training_step, nn.Linear(2, 2), F.cross_entropy)
 
