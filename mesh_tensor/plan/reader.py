@@ -88,8 +88,8 @@ def _check_groups(graph: Graph) -> None:
 def _state(func: relax.Function, params: list[Value], body: Tree) -> dict[Value, Value]:
     """Results that replace a parameter in the next call."""
     by_name = {param.name: param for param in params}
-    attr = (func.attrs or {}).get(STATE_ATTR, {})
-    return {leaves(body)[int(number)]: by_name[name] for name, number in attr.items()}
+    attr, results = (func.attrs or {}).get(STATE_ATTR, {}), leaves(body)
+    return {results[int(number)]: by_name[name] for name, number in attr.items()}
 
 
 class GraphReader:

@@ -72,7 +72,9 @@ class _Buckets:
     def __init__(self, steps: Sequence[Step], values: Mapping[str, ProgramValue], mesh: Mesh, machine: Machine) -> None:
         self._steps, self._values, self._mesh, self._machine = steps, values, mesh, machine
         self._open: dict[_Way, _Bucket] = {}
-        self._sent: list[OpStep] = []  # what takes buckets apart that came
+        self._waiting: dict[str, _Way] = {}  # by what a bucket that is open will make
+        self._sent: dict[str, OpStep] = {}  # by bucket what takes it apart, of those that came
+        self._parts: dict[str, str] = {}  # by what that makes, the bucket
         self._result: list[Step] = []
         self._added: dict[str, ProgramValue] = {}
         writes: dict[str, int] = {}
@@ -98,12 +100,13 @@ class _Buckets:
                 continue
             bucket = self._open.setdefault(way, _Bucket(way))
             bucket.members.append(member)
+            self._waiting[self._values[member.dst].storage] = way
             bucket.bytes += self._values[member.src].tile_bytes
             if bucket.bytes >= self._most(way):
                 self._send(bucket)
         for bucket in list(self._open.values()):
             self._send(bucket)
-        self._result += self._sent
+        self._result += self._sent.values()
         return self._result, self._added
 
     def _layers(self) -> dict[int, list[_Bucket]]:
@@ -144,7 +147,9 @@ class _Buckets:
             return None
         if not (src.sharding.is_in_mesh_order and dst.sharding.is_in_mesh_order):
             return None  # a bucket's parts are in the mesh's order
-        if dst.storage not in self._written_once or src.storage not in self._written_once | self._given:
+        if dst.storage not in self._written_once:
+            return None
+        if src.storage not in self._written_once and src.storage not in self._given:
             return None
         if not _lies_in_parts(step, src, dst):
             return None
@@ -163,17 +168,18 @@ class _Buckets:
     def _send_what_is_needed(self, step: Step) -> None:
         """Buckets whose results the step uses go before it. What goes into them is written once, before they do."""
         used = {self._values[name].storage for name in step.uses}
-        for bucket in list(self._open.values()):
-            if any(self._values[member.dst].storage in used for member in bucket.members):
-                self._send(bucket)
-        for parted in list(self._sent):
-            if any(self._values[name].storage in used for name in parted.results):
-                self._sent.remove(parted)
-                self._result.append(parted)
+        ways = {self._waiting[storage] for storage in used if storage in self._waiting}
+        for bucket in [bucket for way, bucket in self._open.items() if way in ways] if ways else ():
+            self._send(bucket)
+        needed = {self._parts[storage] for storage in used if storage in self._parts}
+        for name in [name for name in self._sent if name in needed] if needed else ():
+            self._result.append(self._sent.pop(name))
 
     def _send(self, bucket: _Bucket) -> None:
         if self._open.get(bucket.way) is bucket:
             del self._open[bucket.way]
+            for member in bucket.members:
+                del self._waiting[self._values[member.dst].storage]
         if len(bucket.members) == 1:
             self._result += bucket.members
             return
@@ -197,7 +203,8 @@ class _Buckets:
         self._result.append(collective_step(move, src, dst, reason))
         rows = kind.after(group)
         sizes = [math.prod(value.tile_shape) // rows for value in after]
-        self._sent.append(_step(_parted(rows, sizes, dst.dtype), [dst.name], [v.name for v in after]))
+        self._sent[dst.name] = _step(_parted(rows, sizes, dst.dtype), [dst.name], [v.name for v in after])
+        self._parts |= {value.storage: dst.name for value in after}
 
     def _flat(self, way: _Way, placement: Placement, group: int, elements: int) -> ProgramValue:
         """A bucket's tiles, of `elements` where each device has all: other axes split its first dim, as what devices

@@ -1,5 +1,6 @@
 """Strategies give the layouts that people state by hand, and the collectives that they are known for."""
 
+import cProfile
 from collections import Counter
 
 import pytest
@@ -163,3 +164,18 @@ def test_refused():
         strategies.combine({"w": {"x": 0}}, {"w": {"x": 1}})
     with pytest.raises(mt.MeshTensorError, match="a strategy takes an IRModule"):
         strategies.data_parallel(nn.Linear(2, 2))
+
+
+def _calls_of_plan(layers):
+    """How many functions are called to distribute a step of so many layers."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+    x = torch.randn(4, 8)
+    step = mt.training_step(model, F.mse_loss, (x, x), check=False)
+    profile = cProfile.Profile()
+    profile.runcall(mt.distribute_module, step, {"data": 2}, strategies.data_parallel(step))
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_planning_is_linear_in_layers():
+    few, some, many = (_calls_of_plan(layers) for layers in (20, 40, 80))
+    assert many - some < 2.2 * (some - few)
