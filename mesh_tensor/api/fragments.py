@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -43,6 +43,11 @@ class Fragment:
         """The program's own names of what it takes, and of what it gives and doesn't take."""
         made = self.module.plan.made
         return dict(zip(self.gives, made.result, strict=True)) | dict(zip(self.takes, made.inputs, strict=True))
+
+    def sums(self, params: Collection[str]) -> dict[str, int]:
+        """The results that are gradients of parameters, by these, as numbers."""
+        named = {gradient_name(name): name for name in params}
+        return {named[name]: number for number, name in enumerate(self.gives) if name in named}
 
     @cached_property
     def layouts(self) -> dict[str, Sharding]:
@@ -119,6 +124,11 @@ class StageFragments:
     def lasts(self) -> dict[str, frozenset[str]]:
         """What an action of a kind is the last to take."""
         return {kind: frozenset(made.takes) - self.later[kind] for kind, made in self.fragments.items()}
+
+    @cached_property
+    def sums(self) -> dict[str, dict[str, int]]:
+        """By kind, the results that are gradients of the stage's parameters, by these, as numbers."""
+        return {kind: made.sums(self.stage.params) for kind, made in self.fragments.items()}
 
     @cached_property
     def own(self) -> frozenset[str]:
@@ -219,6 +229,7 @@ def training_fragments(
     for kind in made.keys() - {"F"}:
         last = here.lasts[kind] - here.own
         made[kind].module.forget([number for number, name in enumerate(made[kind].takes) if name in last])
+        made[kind].module.add_up(list(here.sums[kind].values()))
     return here
 
 

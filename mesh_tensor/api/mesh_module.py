@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.ranks.faults import Faults, agree
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.ranks.redistribution import Part
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import find_target
 from mesh_tensor.targets.op_steps import Records
 
@@ -84,6 +86,7 @@ class MeshModule:
         self._last_of_parts: RankModuleLaunch | None = None
         self._carried: Records = {}
         self._ends: Collection[int] = ()
+        self._totals: Collection[int] = ()
         self._plan: ModulePlan | None = None
         self._open = self._signature.is_open(given)
         self._looked_up: tuple[ModulePlan | None, HeldWeights | None] = None, None
@@ -180,9 +183,10 @@ class MeshModule:
         return self._form.result(result if isinstance(result, tuple) else [result])
 
     @undisturbed
-    def call_alike(self, *args: Any) -> Any:
-        """A call with MeshTensors, or with DTensors known to lie alike on all ranks: these are not compared."""
-        use = self._state.call if self._state else _call_alike
+    def call_alike(self, *args: Any, totals: dict[int, MeshTensor] | None = None) -> Any:
+        """A call with MeshTensors, or with DTensors known to lie alike on all ranks: these are not compared. `totals`,
+        for MeshTensors: as `call_parts` takes them."""
+        use = self._state.call if self._state else partial(_call_alike, totals=totals)
         return self._run(args, lambda: self._signature.passed(self._held, args, {}), use)
 
     def carry(self, records: Records) -> None:
@@ -193,10 +197,22 @@ class MeshModule:
         """From now on `call_parts` forgets these parameters, by their numbers, after their last use."""
         self._ends = numbers
 
-    def call_parts(self, parts: list[Part], device_mesh: Any, kept: dict[str, Any] | None = None) -> list[Part]:
+    def add_up(self, numbers: Collection[int]) -> None:
+        """From now on the results of these numbers may be added to totals that are given with a call."""
+        self._totals = numbers
+
+    def call_parts(
+        self,
+        parts: list[Part],
+        device_mesh: Any,
+        kept: dict[str, Any] | None = None,
+        totals: dict[int, Part] | None = None,
+    ) -> list[Part]:
         """A call with this rank's parts of all parameters, in order: nothing is checked, and nothing is said of how
         torch computes. The function has known sizes, returns a tuple of tensors, and has no weights here. `parts` is
-        empty afterwards. `kept` has what is carried to this call (see `carry`), and gets what is carried from it."""
+        empty afterwards. `kept` has what is carried to this call (see `carry`), and gets what is carried from it.
+        `totals` has by the number of a result (see `add_up`) what it is to be added to, of which nobody else has the
+        memory: the result is the sum then, and it is no longer there."""
         launch = self._last_of_parts
         ranks = launch.ranks if launch else ranks_of(self.mesh, device_mesh, self._target.device_type)
         with ranks.calls.lane() as lane:
@@ -204,7 +220,7 @@ class MeshModule:
                 made = self._launch({}, ranks)
                 assert isinstance(made, RankModuleLaunch)
                 launch = self._last_of_parts = made
-            return launch.parts(parts, kept)
+            return launch.parts(parts, kept, totals)
 
     @undisturbed
     def step(
@@ -398,10 +414,11 @@ class MeshModule:
         if launch is None:
             self._launches.drop(lambda key: key[1] is not None and not key[1].is_current())
             if ranks is None:
-                launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison)
+                launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison, totals=self._totals)
             else:
                 made_for = plan, self._target, ranks, self._weights, self._options.overlap, self._carried
-                launch = RankModuleLaunch(*made_for, settled=self._device_mesh is not None, ends=self._ends)
+                settled = self._device_mesh is not None
+                launch = RankModuleLaunch(*made_for, settled=settled, ends=self._ends, totals=self._totals)
             self._launches.put(key, launch)
         return launch
 
@@ -414,8 +431,8 @@ def _call(launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:
     return launch(tensors)
 
 
-def _call_alike(launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:
-    return launch(tensors, alike=True) if isinstance(launch, RankModuleLaunch) else launch(tensors)
+def _call_alike(launch: AnyLaunch, tensors: Mapping[str, Any], totals: dict[int, MeshTensor] | None) -> Any:
+    return launch(tensors, alike=True) if isinstance(launch, RankModuleLaunch) else launch(tensors, totals)
 
 
 def _device_mesh(tensors: Iterable[Any]) -> Any:

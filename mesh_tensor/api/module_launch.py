@@ -26,6 +26,7 @@ from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, of_tiles
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.tile_memory import memory_of
+from mesh_tensor.targets.totals import can_be_totals
 
 from .module_ports import HeldWeights, ModulePort, Refined, apart, constant_tensor, picked, ports_of, whole
 
@@ -36,7 +37,16 @@ if TYPE_CHECKING:
 class ModuleLaunch:
     """A plan, ready to run: weights and constants lie on the mesh already."""
 
-    def __init__(self, plan: ModulePlan, target: Target, weights: HeldWeights, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        plan: ModulePlan,
+        target: Target,
+        weights: HeldWeights,
+        *,
+        poison: bool = False,
+        totals: Collection[int] = (),
+    ) -> None:
+        """`totals`: the numbers of results that may be added to totals."""
         self.plan = plan
         made = plan.made
         self._result = made.result
@@ -46,14 +56,36 @@ class ModuleLaunch:
             name: constant_tensor(constant, made.program.values[name]) for name, constant in made.constants.items()
         }
         self._held |= {self._inputs[name]: weights.laid_out(name, self._port(name), self.lay_out) for name in weights}
-        self._run = Launch(made.program, target, poison=poison, fixed=self._held)
+        found = can_be_totals(made.program, made.result) if totals else {}
+        self._totals = {number: found[made.result[number]] for number in totals if made.result[number] in found}
+        added = frozenset(self._totals.values())
+        self._run = Launch(made.program, target, poison=poison, fixed=self._held, totals=added)
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor | MeshTensor]) -> Any:
-        """What the function returns for these tensors; weights are there already."""
+    def __call__(
+        self, tensors: Mapping[str, torch.Tensor | MeshTensor], totals: dict[int, MeshTensor] | None = None
+    ) -> Any:
+        """What the function returns for these tensors; weights are there already. `totals`: as `call_parts` of a
+        module takes them."""
         given = {self._inputs[name]: self._port(name).refine(tensor) for name, tensor in tensors.items()}
         as_mesh_tensors = any(isinstance(tensor, MeshTensor) for tensor in tensors.values())
-        made = self._run(given, {}, as_mesh_tensors=as_mesh_tensors)
+        added = self._added(totals) if totals else {}
+        made = self._run(given, {}, as_mesh_tensors=as_mesh_tensors, totals=added)
         return self._tree(self._result, {**self._held, **given, **made}, as_mesh_tensors)
+
+    def _added(self, totals: dict[int, MeshTensor]) -> dict[str, MeshTensor]:
+        """Those that lie as the results do, by the values of these; they are taken out."""
+        found: dict[str, MeshTensor] = {}
+        for number, name in self._totals.items():
+            total, value = totals.get(number), self.plan.made.program.values[name]
+            if total is None:
+                continue
+            own = self._ports[self._result[number]].refine(total)
+            assert isinstance(own, MeshTensor)
+            lies_so = own.layout is layout_of(value.shape, torch_dtype(value.dtype), value.sharding)
+            if lies_so and all(tile.is_contiguous() for tile in own.tiles()):
+                found[name] = own
+                del totals[number]
+        return found
 
     def enter(self, name: str, tensor: torch.Tensor | MeshTensor | StoredTensor) -> MeshTensor:
         """A parameter's tensor as the program takes it."""

@@ -29,6 +29,7 @@ from mesh_tensor.runtime.ranks.tiling import Tiling, tiling_of
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import Records
+from mesh_tensor.targets.totals import can_be_totals, total_of
 
 from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, constants_digest, picked, ports_of
 
@@ -47,10 +48,11 @@ class RankModuleLaunch:
         *,
         settled: bool = True,
         ends: Collection[int] = (),
+        totals: Collection[int] = (),
     ) -> None:
         """`settled`: the module was made for this DeviceMesh. One that was not may go on with other process groups, so
         weights stay whole beside what is laid out of them, unless they were given away. `ends`: the numbers of the
-        parameters that `parts` forgets after their last use."""
+        parameters that `parts` forgets after their last use; `totals`: those of results that may be added to totals."""
         self.plan, self.ranks, self.lane = plan, ranks, ranks.calls.lane()
         self._settled = settled
         made = plan.made
@@ -61,7 +63,11 @@ class RankModuleLaunch:
         self.lane.run(self._digest)
         program = with_overlap_on(ranks.machine, made.program) if overlap == "auto" else made.program
         ended = {made.inputs[number] for number in ends} - _names_in(made.result)
-        self._run = RankLaunch(RankBackend(program, target, ranks, faults, carried=carried, ends=ended))
+        found, there = (can_be_totals(each, made.result) if totals else {} for each in (made.program, program))
+        added = {number: made.result[number] for number in totals}
+        self._totals = {n: found[name] for n, name in added.items() if name in found and name in there}
+        sums = frozenset(self._totals.values())
+        self._run = RankLaunch(RankBackend(program, target, ranks, faults, carried=carried, ends=ended, totals=sums))
         self._result = made.result
         self._ports = {port.name: port for port in ports_of(plan)}
         self._inputs = dict(zip(plan.params, made.inputs, strict=True))
@@ -79,17 +85,43 @@ class RankModuleLaunch:
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
         return self._tree(self._result, {**known, **made}, as_dtensors)
 
-    def parts(self, given: list[Part], kept: dict[str, Any] | None = None) -> list[Part]:
+    def parts(
+        self, given: list[Part], kept: dict[str, Any] | None = None, totals: dict[int, Part] | None = None
+    ) -> list[Part]:
         """What the function returns, as this rank's parts, for those of its parameters, in their order. Every
-        rank has to make the same calls. `given` is empty afterwards. `kept`: as RankLaunch takes it."""
+        rank has to make the same calls. `given` is empty afterwards. `kept`: as RankLaunch takes it; `totals`: as
+        `call_parts` of a module takes them."""
         held = {storage: tile() for storage, tile in self._fixed}
         for (storage, tiling, enter), part in zip(self._entries, given, strict=True):
             tile = part.tile if part.tiling is tiling and (part.is_ready or part.serves()) else None
             held[storage] = enter(part) if tile is None else tile
         given.clear()  # or what is forgotten on the way would stay
         self.lane.run(self._digest)
+        added = self._added(totals, held) if totals else {}
         self._run.on_tiles(held, kept)
-        return [leave(held[storage]) for storage, leave in self._exits]
+        exits = enumerate(self._exits)
+        return [added[number] if number in added else leave(held[storage]) for number, (storage, leave) in exits]
+
+    def _added(self, totals: dict[int, Part], held: dict[str, Any]) -> dict[int, Part]:
+        """Those that lie as the results do, by their numbers; they are held for the run, and taken out."""
+        found: dict[int, Part] = {}
+        for number, (name, tiling, layout) in self._addable.items():
+            total = totals.get(number)
+            if total is not None and total.lies_in(tiling, layout):
+                found[number] = totals.pop(number)
+                held[name] = total.tile
+        return found
+
+    @cached_property
+    def _addable(self) -> dict[int, tuple[str, Tiling, Sharding]]:
+        """By the number of a result that may be added to a total: the name of that in a run, and how both lie."""
+        made: dict[int, tuple[str, Tiling, Sharding]] = {}
+        for number in self._totals:
+            result = self._ports[self._result[number]]
+            port = self._run.ports[self._result[number]]
+            if self._stays(result) and port.output is not None:
+                made[number] = total_of(port.output_storage), port.output, one_of(self._names(result)[1])
+        return made
 
     @cached_property
     def _fixed(self) -> list[tuple[str, Callable[[], torch.Tensor]]]:

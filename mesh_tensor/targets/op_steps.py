@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -21,9 +21,17 @@ from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 from .dtypes import torch_dtype
 from .kernels import Target
 from .straight_line import Line, Shape, StraightLine, TileCall
-from .torch_ops import ALWAYS_NEW, Valid, can_be_recorded, keeps_alike, recorded, untyped_function
+from .torch_ops import (
+    ALWAYS_NEW,
+    Valid,
+    added_function,
+    can_be_recorded,
+    keeps_alike,
+    recorded,
+    untyped_function,
+)
+from .totals import adding
 
-TileFunction = Callable[..., list[torch.Tensor]]
 Shapes = tuple[Shape, ...]
 
 
@@ -33,14 +41,14 @@ _KNOWN: Recent[tuple, TileCall] = Recent(4096)  # of alike calls, as in a model'
 def tile_functions(step: OpStep, program: Program, ranks: Sequence[int], target: Target) -> list[TileFunction]:
     """Per rank the step as a function of the operands' tiles; it gives the results' tiles."""
     if step.checked or differs_by_rank(step) or _looks_at_values(step.call):
-        return [_Called(step, _tile_call(step, program, rank, target)) for rank in ranks]
-    return [_Called(step, _tile_call(step, program, ranks[0], target))] * len(ranks)
+        return [TileFunction(step, _tile_call(step, program, rank, target)) for rank in ranks]
+    return [TileFunction(step, _tile_call(step, program, ranks[0], target))] * len(ranks)
 
 
 class Section:
     """OpSteps that follow each other, and the ends of memory between them, as one action on what a device holds: a dict
     from storages to tiles (`listed`: to lists of one tile). `records`: what torch keeps between operators and their
-    gradients (of `recorded_pairs`)."""
+    gradients (of `recorded_pairs`); `totals`: results that are added to what is held for them (`can_be_totals`)."""
 
     def __init__(
         self,
@@ -51,6 +59,7 @@ class Section:
         *,
         listed: bool = False,
         records: Records | None = None,
+        totals: Collection[str] = (),
     ) -> None:
         self.steps = only(steps, OpStep)
         stored = {name: program.values[name].storage for step in self.steps for name in step.uses}
@@ -58,7 +67,7 @@ class Section:
         for step, ends in _with_ends(steps):
             call = _tile_call(step, program, rank, target)
             names = [tuple(stored[name] for name in group) for group in (step.args, step.results)]
-            line = Line(call, names[0], names[1], ends)
+            line = adding(step, Line(call, names[0], names[1], ends), totals)
             record = None if records is None else records.get(step.results[0])
             lines.append(line if record is None else record.line(step, line))
         self._line, self._lines = StraightLine(lines, listed=listed), lines
@@ -197,7 +206,7 @@ def _with_ends(steps: Sequence[Step]) -> list[tuple[OpStep, tuple[str, ...]]]:
 
 
 @dataclass(slots=True, eq=False)
-class _Called:
+class TileFunction:
     """A step as a function from tiles to tiles."""
 
     step: OpStep
@@ -209,6 +218,19 @@ class _Called:
             made = call.function(*[tile.reshape(shape) for tile, shape in zip(operands, call.takes, strict=True)])
         except (RuntimeError, IndexError) as error:
             _refuse_failed(self.step, error)
+        return self._finished(made)
+
+    def adding(self, operands: Sequence[torch.Tensor], totals: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The results' tiles, added to totals where there are such, which stay as they are."""
+        added, call = added_function(self.step.call), self.call
+        if added is None or totals[0] is None:
+            made = zip(self(*operands), totals, strict=True)
+            return [tile if total is None else torch.add(total, tile) for tile, total in made]
+        given = [tile.reshape(shape) for tile, shape in zip(operands, call.takes, strict=True)]
+        return self._finished(added(*given, totals[0].reshape(call.makes[0]).clone()))
+
+    def _finished(self, made: Any) -> list[torch.Tensor]:
+        call = self.call
         made = made if isinstance(made, (tuple, list)) else (made,)
         typed = [tile if tile.dtype is dtype else tile.to(dtype) for tile, dtype in zip(made, call.dtypes, strict=True)]
         results = [tile.reshape(shape) for tile, shape in zip(typed, call.gives, strict=True)]

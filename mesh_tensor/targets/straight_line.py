@@ -42,7 +42,9 @@ class TileCall:
 @dataclass(frozen=True)
 class Line:
     """A call on named tiles. `ends`: those that nothing uses after it. `keeps`: the name of what the function gives
-    beside its results, for the line that takes it as its last operand (`kept`), which may be one that runs later."""
+    beside its results, for the line that takes it as its last operand (`kept`), which may be one that runs later.
+    `totals`: per result the name of a tile that it is added to, where there is one ("": none), and has the memory of
+    then; `added` is the function that does so, of a last operand more, where a call is of one."""
 
     call: TileCall
     args: tuple[str, ...]
@@ -50,6 +52,8 @@ class Line:
     ends: tuple[str, ...] = ()
     keeps: str = ""
     kept: str = ""
+    totals: tuple[str, ...] = ()
+    added: Callable[..., torch.Tensor] | None = None
 
 
 class StraightLine:
@@ -105,7 +109,8 @@ class _Writer:
         made = f"{', '.join(results)} = "
         if line.keeps:
             made = f"({', '.join(results)},), {self._local(line.keeps)} = "
-        self._add(f"{made}{self._constant('f', call.function)}({', '.join(operands)})")
+        totals = [self._total(name) for name in line.totals]
+        self._add(f"{made}{self._called(line, operands, totals)}")
         if line.keeps and line.keeps not in self._within:
             self._add(f"held[{line.keeps!r}] = {self._locals[line.keeps]}")
         if line.kept:
@@ -116,9 +121,29 @@ class _Writer:
             self._finish(result, call, position)
             if name in self._kept:
                 kept = self._as(result, call.gives[position])
+                if totals and totals[position]:
+                    there = totals[position] if line.added is not None else f"{totals[position]}.add_({kept})"
+                    kept = f"{kept} if {totals[position]} is None else {there}"
                 self._add(f"held[{name!r}] = {f'[{kept}]' if self._listed else kept}")
         for name in line.ends:
             self._end(name)
+
+    def _total(self, name: str) -> str:
+        """The local that has a total, or None where there is none."""
+        if name:
+            found = f"held.pop({name!r}, (None,))[0]" if self._listed else f"held.pop({name!r}, None)"
+            self._add(f"{self._local(name)} = {found}")
+        return self._locals[name] if name else ""
+
+    def _called(self, line: Line, operands: Sequence[str], totals: Sequence[str]) -> str:
+        """The call, of a total, too, where its function can add to that and there is one."""
+        plain = f"{self._constant('f', line.call.function)}({', '.join(operands)})"
+        if line.added is None:
+            return plain
+        ((total, gives, makes),) = zip(totals, line.call.gives, line.call.makes, strict=True)
+        wanted = total if gives == makes else f"{total}.view({self._constant('s', makes)})"
+        adds = f"{self._constant('f', line.added)}({', '.join((*operands, wanted))})"
+        return f"{plain} if {total} is None else {adds}"
 
     def _kept_for(self, line: Line) -> str:
         if line.kept not in self._within:

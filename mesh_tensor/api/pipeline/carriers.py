@@ -46,9 +46,10 @@ class Carrier(ABC):
         """A value that another stage hands over, once it is there."""
 
     @abstractmethod
-    def run(self, fragment: Fragment, values: list[Any], kept: dict[str, Any]) -> Sequence[Any]:
+    def run(self, fragment: Fragment, values: list[Any], kept: dict[str, Any], totals: dict[int, Any]) -> Sequence[Any]:
         """What a fragment makes of values of its mesh, which are forgotten. `kept` has what torch kept of an earlier
-        one of its stage and microbatch, and gets what it keeps of this one."""
+        one of its stage and microbatch, and gets what it keeps of this one. `totals`: by the number of a result what it
+        is to be added to, of which nobody else has the memory. Those that this was done with are no longer there."""
 
     @abstractmethod
     def add(self, one: Any, other: Any) -> Any:
@@ -126,8 +127,10 @@ class Mailbox(Carrier):
                 raise Stopped
             return self._there.pop(key)
 
-    def run(self, fragment: Fragment, values: list[MeshTensor], kept: dict[str, Any]) -> Sequence[MeshTensor]:
-        return fragment.module.call_alike(*values)
+    def run(
+        self, fragment: Fragment, values: list[MeshTensor], kept: dict[str, Any], totals: dict[int, MeshTensor]
+    ) -> Sequence[MeshTensor]:
+        return fragment.module.call_alike(*values, totals=totals)
 
     def add(self, one: MeshTensor, other: MeshTensor) -> MeshTensor:
         return one + other
@@ -204,8 +207,10 @@ class RankCarrier(Carrier):
         plan, dtype = _route(there, here, name), here.types[name][1]
         self._coming[key] = self._ranks.expect(plan, dtype, there.stage.mesh, self._numbers[key])
 
-    def run(self, fragment: Fragment, values: list[Part], kept: dict[str, Any]) -> Sequence[Part]:
-        return fragment.module.call_parts(values, self._ranks.mine, kept)
+    def run(
+        self, fragment: Fragment, values: list[Part], kept: dict[str, Any], totals: dict[int, Part]
+    ) -> Sequence[Part]:
+        return fragment.module.call_parts(values, self._ranks.mine, kept, totals)
 
     def add(self, one: Part, other: Part) -> Part:
         return Part(one.local + other.laid(one.layout, self._ranks.mine).local, one.layout, one.shape)

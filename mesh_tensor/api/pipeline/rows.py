@@ -113,7 +113,7 @@ class Row:
             if self._memory:
                 held |= {name: fetched(held[name], self._carrier.moved) for name in fragment.takes if name in held}
             sums, known = self.gradients.setdefault(stage.index, {}), frozenset[int]()
-            if any(here.valued.get(name) in here.own - sums.keys() for name in fragment.gives):
+            if here.sums[action.kind].keys() - sums.keys():
                 known = frozenset(self._storages((*held.values(), *weights.values())))
             made = self._run(here, action, held)
             held |= made
@@ -133,14 +133,21 @@ class Row:
         return kept
 
     def _run(self, here: StageFragments, action: Action, held: Values) -> Values:
-        """What a fragment makes of weights, and of what is held; what a backward is the last to take isn't any more."""
+        """What a fragment makes of weights, and of what is held; what a backward is the last to take isn't any more,
+        and gradients of weights that were added to earlier microbatches' are no part of what it makes."""
         fragment, weights, carrier = here.fragments[action.kind], self._weights[here.stage.index], self._carrier
         values = [held[name] if name in held else fetched(weights[name], carrier.moved) for name in fragment.takes]
         if action.kind != "F":
             for name in held.keys() & here.lasts[action.kind]:
                 del held[name]
         kept = self._kept.setdefault((action.stage, action.microbatch), {})
-        return dict(zip(fragment.gives, carrier.run(fragment, values, kept), strict=True))
+        sums, numbers = self.gradients.get(here.stage.index, {}), here.sums[action.kind]
+        totals = {number: sums[weight] for weight, number in numbers.items() if weight in sums}
+        left = totals.copy()
+        results = carrier.run(fragment, values, kept, left)
+        added = totals.keys() - left.keys()
+        sums |= {weight: results[number] for weight, number in numbers.items() if number in added}
+        return {name: results[n] for n, name in enumerate(fragment.gives) if n not in added}
 
     def _deliver(self, here: StageFragments, made: Values, known: Collection[int], microbatch: int) -> None:
         """Hand gradients of what the stage took to those who made it; add up those of weights. `known`: the storages

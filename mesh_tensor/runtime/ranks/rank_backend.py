@@ -52,13 +52,15 @@ class RankBackend:
         poison: bool = False,
         carried: Records | None = None,
         ends: Collection[str] = (),
+        totals: Collection[str] = (),
     ) -> None:
         """`carried`: what torch keeps in this program for another one, or in that for this one. `ends`: inputs that
-        are forgotten after their last use."""
+        are forgotten after their last use. `totals`: results that are added to what is held for them."""
         self.program, self.ranks, self.faults, self.poison = program, ranks, faults, poison
         self.device = target.device()
         self.carried = frozenset(record.name for record in (carried or {}).values())
         self._target, self._records = target, {**recorded_pairs(program), **(carried or {})}
+        self._totals = totals
         first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
         if ends and not last:
             first = with_ends(first, program.values, _only_taken(program, ends))
@@ -85,7 +87,7 @@ class RankBackend:
         first = run[0]
         if not isinstance(first, OpStep):
             return lambda _: first, first.mean(self)
-        section = Section(run, self.program, self.ranks.rank, self._target, records=self._records)
+        section = Section(run, self.program, self.ranks.rank, self._target, records=self._records, totals=self._totals)
         return section.failed_at, lambda memory: section(memory.held)
 
     def kernel(self, step: KernelStep) -> Action | None:
@@ -109,7 +111,9 @@ class RankBackend:
 
     def op(self, step: OpStep) -> Action:
         """The operator on this rank's tiles."""
-        section = Section([step], self.program, self.ranks.rank, self._target, records=self._records)
+        section = Section(
+            [step], self.program, self.ranks.rank, self._target, records=self._records, totals=self._totals
+        )
         return lambda memory: section(memory.held)
 
     def collective(self, step: CollectiveStep) -> Action | None:

@@ -91,7 +91,7 @@ class RankLaunch:
         mark_written(written)
         return results
 
-    def on_tiles(self, held: dict[str, torch.Tensor], kept: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    def on_tiles(self, held: dict[str, Any], kept: dict[str, Any] | None) -> dict[str, Any]:
         """Run on tiles of the inputs, by storage, as `entered` gives them; what the storages hold afterwards. `kept`
         has what was carried to this program, and gets what is carried from it."""
         memory = Memory({})

@@ -191,6 +191,17 @@ class Part:
             return Part(None, self.layout, self.shape, move(self.memory), self.tiling, self._leave)
         return Part(move(self._local), self.layout, self.shape)
 
+    def lies_in(self, tiling: Tiling, layout: Sharding) -> bool:
+        """Whether it is in a tile that lies so, and in no memory beside it, for a layout of DTensors."""
+        return (
+            self._local is None
+            and self.tiling is tiling
+            and self.layout is layout
+            and self.tile is not None
+            and self.tile.dtype is tiling.dtype
+            and tiling.serves(self.tile)
+        )
+
     def addable(self, other: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """What is here of both, in the same order: the first as it may be written to."""
         if self._local is None and self.tiling is other.tiling and other.tile is not None:

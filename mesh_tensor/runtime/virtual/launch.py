@@ -16,6 +16,7 @@ from mesh_tensor.runtime.placement import Layout, Tiles
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import has_own_memory
+from mesh_tensor.targets.totals import total_of
 
 from .mesh_tensor import MeshTensor, distribute, of_tiles
 from .virtual_mesh import VirtualMesh
@@ -44,14 +45,20 @@ class _VirtualPort:
 
 class Launch:
     """A program, made ready for a target's virtual mesh. Can be called from several threads at once. `fixed`: tensors
-    for parameters, the same in all calls."""
+    for parameters, the same in all calls. `totals`: values that are added to what a call has for them."""
 
     def __init__(
-        self, program: Program, target: Target, *, poison: bool = False, fixed: Mapping[str, MeshTensor] | None = None
+        self,
+        program: Program,
+        target: Target,
+        *,
+        poison: bool = False,
+        fixed: Mapping[str, MeshTensor] | None = None,
+        totals: Collection[str] = (),
     ) -> None:
         self.program = program
         self.peak_bytes = 0
-        self._mesh = VirtualMesh(program, target, poison=poison)
+        self._mesh = VirtualMesh(program, target, poison=poison, totals=totals)
         made = {program.values[name].storage for step in program.steps for name in step.makes}
         self._ports = [_port(parameter, program, self._mesh, made) for parameter in program.parameters]
         self._poison = poison
@@ -72,6 +79,7 @@ class Launch:
         as_mesh_tensors: bool = False,
         entangled: bool = False,
         leave: Callable[[Memory], bool] | None = None,
+        totals: Mapping[str, MeshTensor] | None = None,
     ) -> dict[str, AnyTensor]:
         """The written parameters after the run. `tensors` has an entry for every parameter that is read and not fixed:
         what is only written, and is None or not there, is a new tensor. All are checked already, and contiguous.
@@ -79,6 +87,8 @@ class Launch:
         `as_mesh_tensors`: results are MeshTensors. `leave` says, before a step overwrites MeshTensors, whether these
         may be those that were given, instead of copies."""
         memory = Memory(dict(scalars), self._first)
+        for name, total in (totals or {}).items():
+            memory.held[total_of(self.program.values[name].storage)] = list(total.tiles())
         apart = not entangled
         direct = apart and not as_mesh_tensors
         for port in self._entries:

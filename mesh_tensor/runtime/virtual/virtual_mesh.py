@@ -6,8 +6,9 @@ tiles, one per device, per storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from operator import add
 
 import torch
 
@@ -30,18 +31,20 @@ from mesh_tensor.targets.op_steps import (
     recorded_pairs,
     tile_functions,
 )
+from mesh_tensor.targets.totals import totals_of
 
 
 class VirtualMesh:
     """Runs `program` for all devices of its mesh: the Backend of one process."""
 
-    def __init__(self, program: Program, target: Target, *, poison: bool = False) -> None:
+    def __init__(self, program: Program, target: Target, *, poison: bool = False, totals: Collection[str] = ()) -> None:
+        """`totals`: results that are added to what is held for them."""
         self.program = program
         self.device = target.device()
         self.layouts = {
             name: layout_of(v.shape, torch_dtype(v.dtype), v.sharding) for name, v in program.values.items()
         }
-        self._target, self._poison = target, poison
+        self._target, self._poison, self._totals = target, poison, totals
         _check_storages(program)
         self._records = recorded_pairs(program)
         alone = program.mesh.num_devices == 1 and not poison
@@ -64,7 +67,7 @@ class VirtualMesh:
         """What steps that follow each other are here; several are OpSteps of a mesh's only device."""
         if not isinstance(run[0], OpStep) or self.program.mesh.num_devices > 1 or self._poison:
             return run[0].mean(self)
-        section = Section(run, self.program, 0, self._target, listed=True, records=self._records)
+        section = Section(run, self.program, 0, self._target, listed=True, records=self._records, totals=self._totals)
         sizes = {storage: self.layouts[value.name].tile_bytes for storage, value in self.program.stored.items()}
         made, dropped, peak = section.memory(sizes)
 
@@ -114,6 +117,7 @@ class VirtualMesh:
             results,
             tuple([self.layouts[name].tile_bytes for name in step.results]),
             tuple([self.layouts[name] for name in step.results]) if poison else None,
+            totals_of(step, results, self._totals),
             alike=not differs and not poison and last,
         )
 
@@ -184,26 +188,35 @@ class VirtualMesh:
 @dataclass(slots=True, eq=False)
 class _OpAction:
     """All devices call an operator, each its function of `by_rank`, on the storages `names`; what they make are
-    `results`, of so many bytes each. `poisoned`: the layouts of these, if padding is poisoned; `alike`: devices with
-    the same operands share results. (One object: a plan has thousands, which the garbage collector looks at.)"""
+    `results`, of so many bytes each. `poisoned`: the layouts of these, if padding is poisoned; `totals`: what they are
+    added to, where it is held; `alike`: devices with the same operands share results. (One object: a plan has
+    thousands, which the garbage collector looks at.)"""
 
     by_rank: Sequence[TileFunction]
     names: tuple[str, ...]
     results: tuple[str, ...]
     sizes: tuple[int, ...]
     poisoned: tuple[Layout, ...] | None
+    totals: tuple[str, ...]
     alike: bool
 
     def __call__(self, memory: Memory) -> None:
         by_rank, poisoned = self.by_rank, self.poisoned
         operands = list(zip(*(memory.held[name] for name in self.names), strict=True)) or [()] * len(by_rank)
-        leaders = _leaders(operands) if self.alike else list(range(len(operands)))
+        taken = operands
+        totals: list[tuple[torch.Tensor | None, ...]] | None = None
+        if any(name in memory.held for name in self.totals):
+            nothing = [None] * len(by_rank)
+            totals = list(zip(*(memory.held.pop(name, nothing) for name in self.totals), strict=True))
+            taken = list(map(add, operands, totals))
+        leaders = _leaders(taken) if self.alike else list(range(len(operands)))
         work = sorted(set(leaders))
         made: dict[int, list[torch.Tensor]] = {}
 
         def of_device(index: int) -> None:
             rank = work[index]
-            made[rank] = by_rank[rank](*operands[rank])
+            function, given = by_rank[rank], operands[rank]
+            made[rank] = function(*given) if totals is None else function.adding(given, totals[rank])
             if poisoned is not None:
                 made[rank] = [layout.poisoned(t, rank) for layout, t in zip(poisoned, made[rank], strict=True)]
 

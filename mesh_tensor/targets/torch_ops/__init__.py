@@ -14,12 +14,14 @@ from . import (  # noqa: F401  (they fill the table)
     update,
     vjp,
 )
+from .linear_algebra import added_function
 from .table import ALWAYS_NEW, Valid, has_torch_function, local_operators, torch_function, typed, untyped_function
 from .vjp import can_be_recorded, keeps_alike, recorded
 
 __all__ = [
     "ALWAYS_NEW",
     "Valid",
+    "added_function",
     "can_be_recorded",
     "keeps_alike",
     "recorded",

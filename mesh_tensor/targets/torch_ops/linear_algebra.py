@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
 
@@ -60,8 +61,42 @@ def _einsum(call: OpCall) -> Function:
 
 
 def _over_rows(call: OpCall) -> Function | None:
-    """An einsum over the leading dims of two operands, as "abx,aby->xy": one product of matrices of all rows, where
-    torch.einsum would copy them first. Gradients of weights are such."""
+    """Such an einsum as one product of matrices, where torch.einsum would copy its operands first."""
+    rows = _rows_of(call)
+    if rows is None:
+        return None
+    multiply, shape = linear(*rows.sizes, torch_dtype(call.outputs[0].dtype)), call.outputs[0].shape
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a, b = rows.matrices(a, b)
+        return (a @ b if multiply is F.linear else multiply(a, b.t())).view(shape)
+
+    return product
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The operands of an einsum over their leading dims as matrices of all rows: their shapes, the one whose columns
+    are the result's rows first; `turned`: that is the second operand."""
+
+    first: tuple[int, int]
+    second: tuple[int, int]
+    turned: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The result's rows, what is summed, and the result's columns."""
+        return self.first[1], self.first[0], self.second[1]
+
+    def matrices(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The matrices whose product is the result."""
+        a, b = (b, a) if self.turned else (a, b)
+        return a.reshape(self.first).t(), b.reshape(self.second)
+
+
+def _rows_of(call: OpCall) -> _Rows | None:
+    """What an einsum over the leading dims of two operands, as "abx,aby->xy", sums; None of others. Gradients of
+    weights are such."""
     left, _, right = call.attr("subscripts").replace(" ", "").partition("->")
     terms, dtypes = left.split(","), {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
     if len(terms) != 2 or "." in left or len(dtypes) > 1:
@@ -76,17 +111,30 @@ def _over_rows(call: OpCall) -> Function | None:
         return None
     rows = math.prod(shapes[0][:shared])
     first, second = ((rows, math.prod(shape[shared:])) for shape in shapes)
-    shape, turned = call.outputs[0].shape, right != "".join(ends)
-    if turned:
-        first, second = second, first
-    multiply = linear(first[1], rows, second[1], torch_dtype(call.outputs[0].dtype))
+    turned = right != "".join(ends)
+    return _Rows(second, first, True) if turned else _Rows(first, second, False)
 
-    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        a, b = (b, a) if turned else (a, b)
-        a, b = a.reshape(first).t(), b.reshape(second)
-        return (a @ b if multiply is F.linear else multiply(a, b.t())).view(shape)
 
-    return product
+def added_function(call: OpCall) -> Function | None:
+    """A function of the operands of a product of matrices and a tensor like its result, to which it adds that; None
+    where torch has no such one, or another library multiplies faster."""
+    if len({tensor.dtype for tensor in (*call.inputs, *call.outputs)}) > 1:
+        return None
+    dtype = torch_dtype(call.outputs[0].dtype)
+    rows = _rows_of(call) if call.name == "einsum" else None
+    if rows is not None and linear(*rows.sizes, dtype) is F.linear:
+        shape, is_matrix = (rows.first[1], rows.second[1]), len(call.outputs[0].shape) == 2
+
+        def add(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+            (total if is_matrix else total.view(shape)).addmm_(*rows.matrices(a, b))
+            return total
+
+        return add
+    plain = call.name in ("matmul", LINEAR) and [tensor.ndim for tensor in call.inputs] == [2, 2]
+    if not plain or _product(call) is not F.linear:
+        return None
+    turned = call.name == LINEAR
+    return lambda a, b, total: total.addmm_(a, b.t() if turned else b)
 
 
 @placed_torch_op(GROUPED)

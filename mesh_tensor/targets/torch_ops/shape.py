@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 @torch_op("reshape", "expand_dims", "squeeze", "flatten", "nn.batch_flatten")
 def _reshape(call: OpCall) -> Function:
     shape = call.outputs[0].shape
-    return lambda x: x.reshape(shape)
+    return (lambda x: x) if call.inputs[0].shape == shape else lambda x: x.reshape(shape)
 
 
 @torch_op(OF_DEVICE)

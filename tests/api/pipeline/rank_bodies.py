@@ -96,8 +96,8 @@ def keeps(rank: int) -> dict[str, list[str]]:
         )  # fmt: skip
         names = found[schedule] = list[str]()
 
-        def noting(carrier: Any, fragment: Any, values: Any, kept: dict[str, Any], names: list[str] = names) -> Any:
-            before, made = len(kept), call(carrier, fragment, values, kept)
+        def noting(carrier: Any, fragment: Any, values: Any, kept: Any, totals: Any, names: list[str] = names) -> Any:
+            before, made = len(kept), call(carrier, fragment, values, kept, totals)
             names.append(f"{fragment.kind} {len(kept) - before:+}")
             return made
 

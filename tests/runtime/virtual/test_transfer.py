@@ -15,22 +15,25 @@ MESHES = [
     Mesh(axes) for axes in ({"d": 2, "m": 2}, {"d": 3}, {"a": 2, "b": 3}, {"x": 1}, {"x": 4}, {"p": 2, "q": 2, "r": 2})
 ]
 
+REDUCTIONS = ("sum", "max", "min", "prod")
 
-def random_sharding(draw, mesh, ndim):
-    choices = [None, *range(ndim), "sum"]
+
+def random_sharding(draw, mesh, ndim, op):
+    choices = [None, *range(ndim), "partial"]
     placed = {axis: draw.choice(choices) for axis in mesh}
-    partial = {axis: "sum" for axis, place in placed.items() if place == "sum"}
+    partial = {axis: op for axis, place in placed.items() if place == "partial"}
     return Sharding.make(mesh, ndim, {a: p for a, p in placed.items() if a not in partial}, partial=partial)
 
 
 @pytest.mark.parametrize("small", [0, 4096])
 def test_random_pairs(small):
     draw, crossed_once = random.Random(small), 0
-    for _ in range(300):
+    for number in range(300):
+        ops = (REDUCTIONS[number % 4], REDUCTIONS[number // 4 % 4])
         one, other = draw.choice(MESHES), draw.choice(MESHES)
         ndim = draw.randint(0, 3)
         shape = tuple(draw.randint(0 if draw.random() < 0.1 else 1, 9) for _ in range(ndim))
-        src, dst = random_sharding(draw, one, ndim), random_sharding(draw, other, ndim)
+        src, dst = (random_sharding(draw, mesh, ndim, op) for mesh, op in zip((one, other), ops, strict=True))
         whole = torch.randint(-50, 50, shape).float()
         plan = mt.plan_transfer(shape, whole.dtype, src, other, dst, small=small)
         there = run_transfer(plan, mt.distribute(whole, one, src))
