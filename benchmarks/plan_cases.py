@@ -19,6 +19,7 @@ from kernels.embedding import embedding
 from kernels.flash_attention import flash_attention
 from kernels.gemv import gemv, gevm
 from kernels.grouped_query import grouped_decode, grouped_key_gradient, split_decode
+from kernels.indexer import index_scores
 from kernels.layer_norm import layer_norm
 from kernels.linear_attention import linear_attention, query_and_value_gradients, value_gradient
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
@@ -336,6 +337,8 @@ def _unused() -> Iterator[PlanCase]:
         columns="B1 workspace1 C1",
         other="A0 workspace1 C0",
     )
+    scores = {"M": 2048, "N": 4096, "heads": 16, "dim": 128, "block_M": 16, "block_N": 64}
+    yield _case("programs", index_scores, scores, rows="Q0 W0 S0")
     yield _case("unused", add_bias, {"M": _BIG, "N": _BIG}, small="A0 bias0 C0")
 
 

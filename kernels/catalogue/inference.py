@@ -15,6 +15,7 @@ from kernels.grouped_query import (
     split_decode,
     split_decode_reference,
 )
+from kernels.indexer import index_scores, index_scores_reference
 from kernels.linear_attention import (
     linear_attention,
     linear_attention_reference,
@@ -102,6 +103,14 @@ def _causal(name: str, start: str) -> KernelCase:
 def _ragged(a: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     seen = torch.arange(a.shape[1])[None, :, None] < lengths[:, None, None]
     return (a.double() * seen).sum(1).float()
+
+
+def _queries(generator: torch.Generator, sizes: Sizes) -> torch.Tensor:
+    return torch.randn((4 * sizes["M"], 16), generator=generator)
+
+
+def _weights(generator: torch.Generator, sizes: Sizes) -> torch.Tensor:
+    return torch.rand((sizes["M"], 4), generator=generator)
 
 
 _PACKED = integers("N K/2", 0, 256, torch.uint8)
@@ -326,5 +335,13 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
         MNK,
         tensors(normal("M K"), normal("K N"), normal("M N")),
         ("C",),
+    ),
+    KernelCase(
+        "index_scores",
+        index_scores,
+        index_scores_reference,
+        ({"M": 32, "N": 48}, {"M": 13, "N": 30}, {"M": 3, "N": 7}),
+        tensors(_queries, lambda generator, sizes: torch.randn((sizes["N"], 16), generator=generator), _weights),
+        ("S",),
     ),
 )

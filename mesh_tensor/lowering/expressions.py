@@ -10,6 +10,7 @@ from mesh_tensor.base.window import Window
 from mesh_tensor.rules.kernel.lookups import without_wrap
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement
+from mesh_tensor.tir.effects import thread_indices
 from mesh_tensor.tir.nodes import loads, nodes
 
 from .splits import Shrink, Split
@@ -140,6 +141,8 @@ class ValueRewriter:
             for loop in self.kernel.loops.values():
                 extent = self.shrink.extents.get(loop.var, self.rewrite(loop.extent))
                 self._ranges.bind(loop.var, ir.Range.from_min_extent(self.rewrite(loop.min), extent))
+            for var, threads in thread_indices(self.kernel.func).items():
+                self._ranges.bind(var, ir.Range(0, threads))
         return self._ranges.can_prove(condition)
 
     def access(self, load: tirx.BufferLoad) -> Access | None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from tvm import arith, ir, tirx
 
-from .effects import op_name
+from .effects import op_name, thread_indices
 from .nodes import is_const, loads
 
 _STRENGTHS = (arith.ProofStrength.DEFAULT, arith.ProofStrength.SYMBOLIC_BOUND)
@@ -27,6 +27,8 @@ class _Walk:
         self.params = set(func.buffer_map.values())
         self.unchecked = unchecked
         self.analyzer = arith.Analyzer()
+        for var, threads in thread_indices(func).items():
+            self.analyzer.bind(var, ir.Range(0, threads))
         self.problems: list[str] = []
         self.data: set[tirx.Var] = set()  # bound to what is loaded
 

@@ -28,6 +28,15 @@ NO_EFFECT = (
     | _ops("tl", "no_set_max_nreg pdl_sync pdl_trigger set_max_nreg sync_warp wait_wgmma warpgroup_arrive")
     | _ops("tl", "warpgroup_commit_batch warpgroup_wait")
 )
+#: Calls of which a program of the grid sees no more than its own threads, registers and memory do: barriers between
+#: its threads, what these exchange, tile operations on the buffers that they name.
+OF_A_PROGRAM = (
+    _ops("tirx", "ptx_arrive_barrier ptx_arrive_barrier_expect_tx ptx_init_barrier_thread_count ptx_wait_barrier")
+    | _ops("tirx", "ptx_ldmatrix ptx_mma tvm_thread_allreduce tvm_warp_activemask tvm_warp_shuffle")
+    | _ops("tirx", "tvm_warp_shuffle_down tvm_warp_shuffle_up tvm_warp_shuffle_xor")
+    | _ops("tl", "mbarrier_expect_tx mbarrier_wait_parity ptx_ldmatrix ptx_stmatrix region")
+    | _ops("tl.tileop", "copy cummax cumsum fill gemm gemm_sp reduce transpose wgmma_gemm")
+)
 #: Attributes of a kernel's body that say how blocks are run, and not what they compute.
 HINT_ATTRS = frozenset(("threadblock_swizzle_pattern", "tl.min_blocks_per_sm"))
 #: What takes an element for the place that it is at.
@@ -158,6 +167,22 @@ def op_name(expr: object) -> str:
 def changes_nothing(stmt: tirx.Stmt) -> bool:
     """Whether the statement is a barrier or a hint: the same values are computed without it."""
     return isinstance(stmt, tirx.Evaluate) and op_name(stmt.value) in NO_EFFECT
+
+
+def stays_in_program(stmt: tirx.Stmt) -> bool:
+    """Whether nothing in the statement reaches beyond the program of the grid that runs it, but for the buffers that it
+    names."""
+    known = (INTRINSICS, NO_EFFECT, OF_A_PROGRAM, POINTERS)
+    return all(any(op_name(call) in names for names in known) for call in nodes(stmt, tirx.Call))
+
+
+def thread_indices(func: tirx.PrimFunc) -> dict[tirx.Var, int]:
+    """The thread indices that a kernel binds, each with how many threads it says there are."""
+    said = [block.annotations.get("tl.launch_threads", ()) for block in nodes(func.body, tirx.SBlock)]
+    counts = next(filter(None, said), ())
+    bound = [bind for bind in nodes(func.body, tirx.Bind) if op_name(bind.value) == "tl.launch_thread_idx"]
+    at = {bind.var: int(bind.value.args[0]) for bind in bound}
+    return {var: int(counts[dim]) for var, dim in at.items() if dim < len(counts)}
 
 
 #: Where a thread index that an author did not name comes from, and the way out.

@@ -18,8 +18,10 @@ from itertools import combinations
 
 from tvm import arith, ir, tirx
 
+from mesh_tensor.tir.effects import thread_indices
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.nodes import loads
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims
 from mesh_tensor.tir.tile_ops import Copy
 from mesh_tensor.tir.user_reports import prints
@@ -73,8 +75,9 @@ class Refined:
 
 def refined(func: tirx.PrimFunc, whole: Sequence[Dim]) -> Iterator[Refined]:
     """The kernel, in which dims are taken apart so that those in `whole`, which can't be split, may perhaps be, in the
-    ways in which that can be done. Views and prints are told in the dims that parameters have."""
-    if left_views(func) or prints(func.body):
+    ways in which that can be done. Parameters' views, and prints, are told in the dims that parameters have."""
+    params = {buffer.data for buffer in func.buffer_map.values()}
+    if any(owner.data in params for owner in left_views(func).values()) or prints(func.body):
         return
     func = unfuse(func, alone=True)
     yield from _taken_apart(func, whole)
@@ -87,7 +90,7 @@ def _taken_apart(func: tirx.PrimFunc, whole: Sequence[Dim]) -> Iterator[Refined]
     """The kernel in the ways in which its dims can be taken apart, its loops as they are."""
     kernel = read_kernel(func)
     tried: list[Groups] = [{}]
-    for found in (_groups(kernel, whole), _blocks(kernel, whole)):
+    for found in (_groups(kernel, whole), _blocks(kernel, whole), _programs(kernel, whole)):
         groups = {dim: length for dim, length in found.items() if (_size(kernel, dim) or 1) % length == 0}
         if groups in tried:
             continue
@@ -158,6 +161,25 @@ def _blocks(kernel: Kernel, whole: Sequence[Dim]) -> dict[Dim, int]:
     return {dim: length for dim, length in found.items() if length > 1}
 
 
+def _programs(kernel: Kernel, whole: Sequence[Dim]) -> dict[Dim, int]:
+    """The dims of which every program of the grid has a block, whatever places of it; none of those of a loop of the
+    grid that walks nothing in `whole`."""
+    analyzer, found = _ranges(kernel), dict[Dim, int]()
+    for loop in kernel.grid:
+        walked = [(name, dim) for name, buffer in kernel.params.items() for dim in range(len(buffer.shape))]
+        lengths = {dim: _ratio(_size(kernel, dim), _number(loop.extent)) for dim in walked}
+        dims = {dim: n for dim, n in lengths.items() if n and _is_in_blocks(kernel, dim, n, loop.var, analyzer)}
+        found |= dims if not dims.keys().isdisjoint(whole) else {}
+    return found
+
+
+def _is_in_blocks(kernel: Kernel, dim: Dim, length: int, program: tirx.Var, analyzer: arith.Analyzer) -> bool:
+    """Whether all places of a dim at which something is accessed are in the program's block of it."""
+    accesses = (access for statement in kernel.statements for access in statement.accesses)
+    places = [a.indices[dim[1]] for a in accesses if a.buffer.same_as(kernel.params[dim[0]])]
+    return bool(places) and all(analyzer.can_prove_equal(tirx.floordiv(at, length), program) for at in places)
+
+
 def _same_count(a: int | None, block: int, b: int | None, other: int) -> bool:
     """Whether two dims are as many whole blocks."""
     return a is not None and b is not None and a % block == 0 and b % other == 0 and a // block == b // other
@@ -223,7 +245,10 @@ def _is_in_groups(fine: Linear, coarse: Linear, ratio: int) -> bool:
 
 
 def _size(kernel: Kernel, dim: Dim) -> int | None:
-    size = kernel.params[dim[0]].shape[dim[1]]
+    return _number(kernel.params[dim[0]].shape[dim[1]])
+
+
+def _number(size: tirx.PrimExpr) -> int | None:
     return int(size) if isinstance(size, tirx.IntImm) else None
 
 
@@ -233,14 +258,25 @@ def _ratio(fine: int | None, coarse: int | None) -> int | None:
     return fine // coarse
 
 
+def _ranges(kernel: Kernel) -> arith.Analyzer:
+    """What proves what holds of the values of loops, of threads and of what is bound to these."""
+    analyzer = arith.Analyzer()
+    for loop in kernel.loops.values():
+        analyzer.bind(loop.var, ir.Range.from_min_extent(loop.min, loop.extent))
+    for var, count in thread_indices(kernel.func).items():
+        analyzer.bind(var, ir.Range(0, count))
+    for var, value in kernel.binds.items():
+        if not loads(value):
+            analyzer.bind(var, value)
+    return analyzer
+
+
 class _Refiner:
     """Takes dims of a kernel's parameters apart."""
 
     def __init__(self, kernel: Kernel, groups: Groups) -> None:
         self._kernel, self._groups = kernel, groups
-        self._analyzer = arith.Analyzer()
-        for loop in kernel.loops.values():
-            self._analyzer.bind(loop.var, ir.Range.from_min_extent(loop.min, loop.extent))
+        self._analyzer = _ranges(kernel)
 
     def run(self) -> tirx.PrimFunc | None:
         """The kernel with its parameters refined; None if some access of one has no form in the parts of its dims."""

@@ -23,6 +23,7 @@ from .factors import Factor
 from .live_ranges import LiveRange, Taints
 from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
+from .programs import is_of_programs
 from .scans import Scan, find_scans
 from .statements import Access, Kernel, Statement, describe, used_vars
 from .states import State, find_states
@@ -150,7 +151,7 @@ class _Judgement:
                     self._align(f"{running.held.buffer.name} is the maximum of one block")
         forms = {s: self._coordinate(s) for s in self.kernel.statements}
         for statement, form in forms.items():
-            if statement.unknown:
+            if statement.unknown and not self._by_programs:
                 yield f"{statement.unknown} is not understood"
             yield from self._untyped_indices(statement)
             if form is not None:
@@ -171,6 +172,10 @@ class _Judgement:
         if problem := self.partial.why_not_cut():
             yield problem
         yield from self._past_the_end()
+
+    @cached_property
+    def _by_programs(self) -> bool:
+        return is_of_programs(self.kernel, self.coordinates, self.factor)
 
     def _align(self, reason: str | None) -> None:
         """Where loop variables are values, only the coordinate may count, or tiles must be whole blocks."""

@@ -1,0 +1,111 @@
+"""Grids that axes split whatever runs in a program, where programs have nothing in common that one of them writes."""
+
+import pytest
+import tilelang.language as T
+import torch
+from tvm import ir
+
+import mesh_tensor as mt
+from kernels.indexer import index_scores, index_scores_reference
+from mesh_tensor.rules.kernel.normalize import normalize
+from tests.lowering.support import lowered, only_kernel, outline, run
+from tests.other_machines import machine
+
+MESH, BLOCK, K = {"x": 2}, 16, 32
+
+
+def gemv_by_threads(M, beside=None):
+    """`y = A x`: threads take parts of a row, which they sum with one another. `beside`: what else a program does."""
+
+    @T.prim_func
+    def main(A: T.Tensor((M, K), "float32"), x: T.Tensor((K,), "float32"), y: T.Tensor((M,), "float32")):
+        with T.Kernel(M // BLOCK, threads=(BLOCK, 8)) as bx:
+            row, part = T.get_thread_binding(0), T.get_thread_binding(1)
+            total, of_row = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
+            T.clear(total)
+            for k in T.serial(K // 8):
+                total[0] += A[bx * BLOCK + row, k * 8 + part] * x[k * 8 + part]
+            if beside == "other programs":
+                T.sync_grid()
+            with T.attr(T.comm_reducer(lambda a, b: a + b, [T.float32(0)]), "reduce_scope", T.int32(0)):
+                T.evaluate(T.tvm_thread_allreduce(T.uint32(1), total[0], True, of_row[0], part))
+            if beside == "its number":
+                of_row[0] = T.tvm_warp_shuffle(T.int64(4294967295), of_row[0], bx, 32, 32)
+            y[bx * BLOCK + row] = of_row[0]
+            if beside == "a common place":
+                y[row] = of_row[0]
+
+    return main
+
+
+def by_warps(rows, length=32):
+    """Every row is exchanged between the threads of a warp, behind a barrier."""
+
+    @T.prim_func
+    def main(A: T.Tensor((rows, length), "float32"), B: T.Tensor((rows, length), "float32")):
+        with T.Kernel(rows, threads=length) as bx:
+            at = T.get_thread_binding(0)
+            own = T.alloc_local((1,), "float32")
+            ready = T.alloc_barrier(arrive_count=length)
+            own[0] = A[bx, at]
+            T.barrier_arrive(ready)
+            T.barrier_wait(ready, 0)
+            own[0] = T.tvm_warp_shuffle(T.int64(4294967295), own[0], 31 - at, 32, 32)
+            B[bx, at] = own[0]
+
+    return main
+
+
+def assert_same(local, expected):
+    """The same kernel, whatever it is called and is told besides."""
+    expected, local = normalize(expected), normalize(local)
+    shapes = [
+        [tuple(map(int, f.buffer_map[p].shape)) for p in f.params if p in f.buffer_map] for f in (local, expected)
+    ]
+    assert shapes[0] == shapes[1]
+    ir.assert_structural_equal(local.body, expected.body, map_free_vars=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "layouts"),
+    [(gemv_by_threads, {"A": {"x": 0}, "x": {}, "y": {"x": 0}}), (by_warps, {"A": {"x": 0}, "B": {"x": 0}})],
+    ids=["gemv", "warps"],
+)
+def test_a_device_runs_the_kernel_of_its_rows(make, layouts):
+    with machine(1):
+        result = lowered(make(64), MESH, layouts, strict=True)
+    assert_same(only_kernel(result), make(32))
+
+
+@pytest.mark.parametrize("beside", ["other programs", "its number", "a common place"])
+def test_what_programs_have_in_common_keeps_rows_whole(beside):
+    layouts = {"A": {"x": 0}, "x": {}, "y": {"x": 0}}
+    with machine(1), pytest.raises(mt.MeshTensorError, match="buffer 'A' dim 0 on axis 'x' needs replication"):
+        lowered(gemv_by_threads(64, beside), MESH, layouts, strict=True)
+
+
+def test_tiles_are_whole_programs():
+    layouts = {"A": {"x": 0}, "x": {}, "y": {"x": 0}}
+    with machine(1), pytest.raises(mt.MeshTensorError, match="needs replication"):
+        lowered(gemv_by_threads(16), MESH, layouts, strict=True)
+
+
+def scores(M, N):
+    generator = torch.Generator().manual_seed(M + N)
+    return [torch.randn(shape, generator=generator) for shape in ((4 * M, 16), (N, 16), (M, 4))]
+
+
+@pytest.mark.parametrize(("M", "N"), [(32, 48), (32, 50), (24, 48), (13, 30)])
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("layouts", [{"Q": {"x": 0}, "W": {"x": 0}, "S": {"x": 0}}, {"K": {"x": 0}, "S": {"x": 1}}])
+def test_a_view_on_chip(M, N, devices, layouts):
+    given = scores(M, N)
+    with machine(1):
+        found = run(index_scores(M, N), {"x": devices}, layouts, *given)
+    torch.testing.assert_close(found, index_scores_reference(*given), rtol=1e-4, atol=1e-4)
+
+
+def test_a_view_on_chip_moves_nothing():
+    layouts = {"Q": {"x": 0}, "W": {"x": 0}, "S": {"x": 0}, "K": {}}
+    with machine(1):
+        assert outline(lowered(index_scores(32, 48), {"x": 4}, layouts, strict=True)) == ["kernel(Q, K, W, S)"]
