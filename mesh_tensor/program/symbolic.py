@@ -2,14 +2,13 @@
 
 A family are the multiples of a number: of blocks and devices (no block is cut short), of devices (all tiles are even),
 or of 1, with which the axes split the same. The kernel is lowered with `number * n` in place of a symbol, so that
-whatever the passes prove holds for the whole family. If that gives another plan than a size by itself does, the
-family's sizes are lowered one by one. Which it is depends on the kernel alone, never on the sizes that came before: all
-ranks find the same.
+whatever the passes prove holds for the whole family. Where that gives another plan than sizes of the same magnitudes do
+that are lowered by themselves, these are lowered one by one. Which it is depends on the kernel and the sizes alone,
+never on those that came before: all ranks find the same.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,15 +49,16 @@ class Lower(Protocol):
 
 
 _DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
-_MOST_SYMBOLS = 4  # a family is compared with exact sizes, large and small ones of each symbol
+_MAGNITUDES = (3, 30, 300)  # of the largest number that a family's sizes are multiples of
 _MOST = 1 << 20  # no family of multiples of more than this
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Family:
-    """`program` for sizes that are multiples of `numbers`; its symbols say how many times."""
+    """`program` for sizes that are multiples of `numbers`, with that split; its symbols say how many times."""
 
     numbers: tuple[int, ...]
+    split: SplitDims
     program: Sizable
 
 
@@ -78,6 +78,7 @@ class Programs:
         self._symbols = symbols
         self._numbers = _numbers(func, symbols) if symbols else {}
         self._families: dict[tuple[tuple[int, ...], SplitDims], _Family | None] = {}
+        self._as_alone: dict[tuple[_Family, tuple[int, ...]], bool] = {}
         self._programs: Recent[tuple[int, ...], Program] = Recent(KERNEL_SIZES)
         self._decided: Recent[tuple[int, ...], Decisions] = Recent(KERNEL_SIZES)  # for explain
 
@@ -93,8 +94,7 @@ class Programs:
 
     def _sized(self, sizes: Sizes) -> Program | None:
         """The Program of the sizes' family with the sizes filled in; None where there is none."""
-        few = 1 <= len(self._symbols) <= _MOST_SYMBOLS
-        if not few or self._split_at is None or isinstance(self._overlap, int) or min(sizes.values()) < 1:
+        if not self._symbols or self._split_at is None or isinstance(self._overlap, int) or min(sizes.values()) < 1:
             return None
         numbers = tuple(
             next(number for number in self._numbers[var] if sizes[var] % number == 0) for var in self._symbols
@@ -103,7 +103,7 @@ class Programs:
         if key not in self._families:
             self._families[key] = self._family(*key)
         family = self._families[key]
-        return None if family is None else self._filled(family, sizes)
+        return self._filled(family, sizes) if family and self._loses_nothing(family, sizes) else None
 
     def _filled(self, family: _Family, sizes: Sizes) -> Program:
         times = [sizes[var] // number for var, number in zip(self._symbols, family.numbers, strict=True)]
@@ -127,33 +127,45 @@ class Programs:
             return None
 
     def _family(self, numbers: tuple[int, ...], split: SplitDims) -> _Family | None:
-        """The family of these multiples with that split, if it can be lowered as one, compiled, and nothing is lost by
-        it."""
+        """The family of these multiples with that split, if it can be lowered as one."""
         unknowns = tuple(tirx.Var(var.name, var.dtype) for var in self._symbols)
         wholes = zip(self._symbols, unknowns, numbers, strict=True)
         sizes = {var: unknown * number if number > 1 else unknown for var, unknown, number in wholes}
         try:
-            assert self._split_at is not None
-            family = _Family(numbers, self._lower(specialize(self._func, sizes), unknowns, split))
-            for some in self._typical(numbers):
-                program = self._filled(family, some)
-                if _plan(program) != _plan(self.exact(some, None if self._split_at(some) == split else split)):
-                    return None
+            return _Family(numbers, split, self._lower(specialize(self._func, sizes), unknowns, split))
+        except MeshTensorError:
+            return None
+
+    def _loses_nothing(self, family: _Family, sizes: Sizes) -> bool:
+        """Whether sizes like these of a family have the plan that they have alone, and its kernels compile."""
+        like = self._like(family, sizes)
+        key = family, tuple(like.values())
+        if key not in self._as_alone:
+            self._as_alone[key] = self._is_as_alone(family, like)
+        return self._as_alone[key]
+
+    def _is_as_alone(self, family: _Family, sizes: Sizes) -> bool:
+        assert self._split_at is not None
+        try:
+            program = self._filled(family, sizes)
+            decided = self._split_at(sizes) == family.split
+            if _plan(program) != _plan(self.exact(sizes, None if decided else family.split)):
+                return False
             for step in program.kernels:
                 self._compile_kernel(step.func)
         except MeshTensorError:
-            return None
-        return family
+            return False
+        return True
 
-    def _typical(self, numbers: tuple[int, ...]) -> list[dict[tirx.Var, int]]:
-        """Sizes of the family and of no family of larger numbers, small and large ones together: a plan may depend on
-        which tensors are larger."""
-        choices = []
-        for var, number in zip(self._symbols, numbers, strict=True):
+    def _like(self, family: _Family, sizes: Sizes) -> dict[tirx.Var, int]:
+        """Sizes of the family, and of none of larger numbers, of the same magnitudes: a plan may depend on which
+        tensors are larger, and by how much."""
+        like = {}
+        for var, number in zip(self._symbols, family.numbers, strict=True):
             largest = self._numbers[var][0]
-            rest = number if number < largest else 0
-            choices.append([times * largest + rest for times in (3, 300)])
-        return [dict(zip(self._symbols, sizes, strict=True)) for sizes in itertools.product(*choices)]
+            times = next((times for times in _MAGNITUDES if sizes[var] <= 3 * times * largest), _MAGNITUDES[-1])
+            like[var] = times * largest + (number if number < largest else 0)
+        return like
 
 
 def _plan(program: Program) -> tuple[object, ...]:

@@ -5,10 +5,12 @@ import random
 import pytest
 import tilelang.language as T
 import torch
+from tvm.ir import structural_equal
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
 from kernels.softmax import softmax
+from mesh_tensor.program.from_kernel import Lowering
 from mesh_tensor.program.steps import CollectiveStep, KernelStep
 from tests import symbolic_points
 from tests.sweep_points import KERNELS, NEVER_REFUSED
@@ -60,6 +62,31 @@ def test_sizes_of_a_family_share_their_kernel(layouts, sizes):
     assert one is not other
     assert all(a.same_as(b) for a, b in zip(kernels_of(one), kernels_of(other), strict=True))
     assert other.values["A"].shape == (sizes[1][0], sizes[1][2])
+
+
+def test_a_family_is_lowered_once_and_compared_once_per_magnitude(monkeypatch):
+    """A first call lowers for the family and for sizes like its own, however many symbols there are."""
+    kern, lowered = compiled(M_SPLIT), []
+    lower = Lowering.__call__
+    monkeypatch.setattr(Lowering, "__call__", lambda *args: lowered.append(args) or lower(*args))
+    counts = []
+    for sizes in ((32, 64, 32), (96, 32, 64), (64, 64, 96), (3200, 64, 32), (6400, 32, 64)):
+        call(kern, *sizes)
+        counts.append(len(lowered))
+    assert counts == [2, 2, 2, 3, 3]
+
+
+def test_programs_do_not_depend_on_the_sizes_before():
+    """Also where plans go with what is larger."""
+    layouts, sizes = {"A": {"x": 0}, "B": {"x": 1}, "C": {}}, [(512, 32, 32), (32, 512, 32), (64, 64, 64), (9, 5, 7)]
+    there, back = compiled(layouts), compiled(layouts)
+    programs = {size: call(there, *size) for size in sizes}
+    for size in reversed(sizes):
+        program = call(back, *size)
+        assert program.values == programs[size].values
+        for step, other in zip(program.steps, programs[size].steps, strict=True):
+            same = isinstance(step, KernelStep) and structural_equal(step.func, other.func, map_free_vars=True)
+            assert same or step == other
 
 
 def test_families_have_kernels_of_their_own():
