@@ -66,8 +66,8 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors) -> Iterator[ImportedL
         refuse(
             f"loss={shown(loss)} is no function",
             where="training_step",
-            fix="pass a function of the model's result and the target, such as torch.nn.functional.mse_loss, or None where "
-            "the model gives its loss",
+            fix="pass a function of the model's result and the target, such as torch.nn.functional.mse_loss, or None "
+            "where the model gives its loss",
         )
     if not inputs:
         refuse("training_step without inputs", fix="pass example inputs, of the sizes that are trained with")
