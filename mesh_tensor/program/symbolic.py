@@ -164,7 +164,8 @@ class Programs:
         for var, number in zip(self._symbols, family.numbers, strict=True):
             largest = self._numbers[var][0]
             times = next((times for times in _MAGNITUDES if sizes[var] <= 3 * times * largest), _MAGNITUDES[-1])
-            like[var] = times * largest + (number if number < largest else 0)
+            is_part = sizes[var] < largest
+            like[var] = largest - number if is_part else times * largest + (number if number < largest else 0)
         return like
 
 
