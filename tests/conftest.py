@@ -3,6 +3,7 @@
 import gc
 import logging
 import random
+import signal
 
 import numpy
 import pytest
@@ -61,3 +62,11 @@ def seeds():
 def verified(monkeypatch):
     """Every lowering and every Program checks itself, in every test."""
     monkeypatch.setenv("MESH_TENSOR_VERIFY", "1")
+
+
+@pytest.fixture
+def interruptible():
+    """As at a terminal; what a shell runs in the background ignores interruptions."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

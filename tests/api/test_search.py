@@ -146,6 +146,7 @@ def ctrl_c(at):
     return lambda done, _: signal.raise_signal(signal.SIGINT) if done == at else None
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_leaves_what_was_found_so_far_to_run_and_to_go_on_from(perceptron, tmp_path):
     meshes = [{"x": 2}, {"x": 4}, {"x": 2, "y": 2}]
     whole = mt.search(perceptron, 4, FAST, meshes=meshes)
@@ -167,6 +168,7 @@ def test_ctrl_c_leaves_what_was_found_so_far_to_run_and_to_go_on_from(perceptron
     assert {strategy.mesh for strategy in other.strategies} == {mt.Mesh({"x": 4})}
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_before_anything_was_found_ends_the_search(perceptron, monkeypatch):
     stop = ctrl_c(1)
     monkeypatch.setattr(Evaluator, "strategy", lambda *_: stop(1, 1))

@@ -250,6 +250,7 @@ def test_stages_that_compute_alike_are_planned_once(monkeypatch):
     assert {key: sim.time for key, sim in made.fragments.items()} == {k: sim.time for k, sim in each.fragments.items()}
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_leaves_what_was_found_so_far_to_run_and_to_go_on_from(gpt, found, tmp_path):
     _, module = gpt
     at = 5

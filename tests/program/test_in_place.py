@@ -190,14 +190,6 @@ def test_large_numbers_go_the_other_way(large):
         assert torch.equal(tensor, state[name]), name
 
 
-@pytest.fixture
-def interruptible():
-    """As at a terminal; what a shell runs in the background ignores interruptions."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_an_interruption_waits_for_the_update(monkeypatch):
     step, x, y = _step()
