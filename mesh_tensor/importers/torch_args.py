@@ -101,3 +101,4 @@ def _detach(graph: torch.fx.Graph, result: torch.fx.Node) -> None:
         detached = graph.call_function(torch.ops.aten.detach.default, (result,))
     detached.meta = dict(result.meta)
     result.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+    result.name, detached.name = detached.name, result.name  # the signature knows results by their names

@@ -192,3 +192,25 @@ def test_an_operator_that_is_registered_later():
         after = torch_decompositions._decompositions(torch_decompositions._composite_ops())
         assert after.keys() == torch.export.default_decompositions().materialize().keys() | OWN_DECOMPOSITIONS.keys()
         assert after.keys() - before.keys() == {torch.ops.registered_later.twice.default}
+
+
+def test_results_under_no_grad_are_results_of_the_model():
+    """As they are, several, and beside others: with the values of torch, on a mesh."""
+
+    class Frozen(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                y = super().forward(x) * 2
+                z = y + 1
+            return z, y, y + x
+
+    class OnlyFrozen(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                return super().forward(x) * 2
+
+    x = torch.randn(4, 8)
+    for model in (Frozen(8, 8), OnlyFrozen(8, 8)):
+        module = mt.from_torch(torch.export.export(model, (x,)))
+        run = mt.distribute_module(module, {"x": 2}, {"x": {"x": 0}, "weight": {"x": 1}})
+        torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-5)
