@@ -19,7 +19,8 @@ from tvm import tirx
 from mesh_tensor.base.reductions import neutral
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
-from mesh_tensor.rules.kernel.scans import Best, Carried, Scan, Stated
+from mesh_tensor.rules.kernel.replaced_states import Best, Stated
+from mesh_tensor.rules.kernel.scans import Carried, Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, body_statements
 from mesh_tensor.tir.backward_loops import MARK as BACKWARD
