@@ -99,7 +99,7 @@ def search(
     machine = machine_named(machine) or CPU
     topology = _topology(devices, batch is not None)
     count = devices.num_devices if isinstance(devices, (Mesh, Topology)) else devices
-    _check(count, objective, width)
+    _check(count, objective, width, memory_limit)
     machine.check_holds(count, "the search")
     limit = machine.main_memory.size if memory_limit is None else memory_limit
     tried = _tried(count, topology, meshes, objective)
@@ -243,13 +243,15 @@ def _rank(objective: str, limit: int) -> Callable[[Strategy], tuple]:
     return lambda s: (max(0, s.memory - limit), measure(s), s.time, s.memory, len(s.mesh.shape), str(s))
 
 
-def _check(devices: int, objective: str, width: int) -> None:
+def _check(devices: int, objective: str, width: int, memory_limit: int | None) -> None:
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         refuse(f"devices is {shown(devices)}", fix="give the number of devices")
     if objective not in _OBJECTIVES:
         refuse(f"objective is {shown(objective)}", fix=f"it is one of {', '.join(_OBJECTIVES)}")
     if not isinstance(width, int) or width < 1:
         refuse(f"width is {shown(width)}", fix="it is how many strategies are carried on, 4 if it is left out")
+    if not (memory_limit is None or (isinstance(memory_limit, (int, float)) and memory_limit > 0)):
+        refuse(f"memory_limit is {shown(memory_limit)}", fix="give the bytes of a device that may be used")
 
 
 def _topology(devices: int | Mesh | Topology, trained: bool) -> Topology | None:

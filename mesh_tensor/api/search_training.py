@@ -12,7 +12,7 @@ from typing import Any
 
 from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.decisions import columns
-from mesh_tensor.base.errors import did_you_mean, refuse, shown
+from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import machine_code
 from mesh_tensor.base.recent import uncollected
@@ -277,7 +277,8 @@ def _check(batch: int, options: TrainingOptions) -> None:
     given = options.only.get("schedules", ())
     wrong += [f"there is no schedule {shown(n)}{did_you_mean(str(n), SCHEDULES)}" for n in given if n not in SCHEDULES]
     if wrong:
-        refuse(wrong, where="search", fix="batch is a number of rows; states and finalists are counts, from 0 up")
+        ways = "batch is a number of rows; states and finalists are counts, from 0 up; schedules are of"
+        refuse(wrong, where="search", fix=f"{ways} {listing(list(SCHEDULES))}")
 
 
 def _in_full(

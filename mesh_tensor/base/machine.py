@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import ClassVar
 
 from .dtypes import is_float
-from .errors import listing, refuse
+from .errors import listing, refuse, shown
 from .machine_checks import problems_of
 
 
@@ -238,6 +238,10 @@ class Machine:
     def measure(cls, seconds: float = 60.0) -> Machine:
         """This machine as a virtual mesh of it is: what operators and changes of layout take here, in CPU time, so that
         it doesn't matter who else is working. It takes at most about `seconds`."""
+        if not (isinstance(seconds, (int, float)) and seconds > 0):
+            refuse(
+                f"seconds={shown(seconds)}", where="Machine.measure", fix="say how long it may take: a number above 0"
+            )
         return cls._measure(seconds)
 
     @staticmethod

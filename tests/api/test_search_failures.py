@@ -19,6 +19,9 @@ def perceptron():
         ({"devices": True}, "devices is True"),
         ({"devices": 2, "objective": "money"}, "objective is 'money'"),
         ({"devices": 2, "width": 0}, "width is 0"),
+        ({"devices": 2, "memory_limit": -1}, "memory_limit is -1"),
+        ({"devices": 2, "memory_limit": "1 GB"}, "memory_limit is '1 GB'"),
+        ({"devices": 2, "batch": 8, "inputs": ("x",), "schedules": ["gpipes"]}, "did you mean 'gpipe'?"),
         ({"devices": 16, "machine": "h100x8"}, "the search has 16 devices, the machine 8"),
         ({"devices": 4, "meshes": [{"x": 2}, {"x": 8}]}, 'Mesh({"x": 8}) has 8 devices, the search 4'),
         ({"devices": 2, "machine": "b100"}, "there is no machine 'b100'"),
@@ -45,3 +48,10 @@ def test_memory_that_is_too_small_for_anything(perceptron):
 def test_no_module():
     with pytest.raises(mt.MeshTensorError, match="search"):
         mt.search(3, 2)
+
+
+@pytest.mark.parametrize("seconds", ["a", 0, -1, float("nan")])
+def test_no_time_to_measure_a_machine(seconds):
+    with pytest.raises(mt.MeshTensorError, match="Machine.measure") as caught:
+        mt.Machine.measure(seconds)
+    assert f"seconds={seconds!r}" in str(caught.value)
