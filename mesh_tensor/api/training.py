@@ -14,7 +14,7 @@ from tvm import ir
 from mesh_tensor.annotations.named_values import NamedValues
 from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.dtypes import NARROW
-from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
+from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.optimizer import MASTER, is_number
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.recompute import AUTO, FULL, SELECTIVE
@@ -22,7 +22,7 @@ from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, AnyOptimize
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 from .training_checks import check_gradients, check_loss
-from .training_import import ImportedLoss, Parts, Tensors, imported_loss, microbatches_of, microbatches_of_module
+from .training_import import ImportedLoss, Parts, imported_loss, microbatches_of, microbatches_of_module
 from .training_optimizer import LossScale, Rule, any_optimizer
 
 Schedule = Callable[[int], float]
@@ -141,29 +141,17 @@ def training_step(
         return _step(ImportedLoss(model, {name: model.params[name] for name in model.state}), asked, parts)
     batch = tuple(inputs)
     parts = None if accumulate == 1 else microbatches_of(batch, accumulate)
+    if parts is not None:
+        with imported_loss(model, loss, batch) as found:
+            parts = replace(parts, whole=found.module.mod)
     with imported_loss(model, loss, batch if parts is None else parts.first) as found:
         step = _step(found, asked, parts)
         if check and found.loss is not None:
             given = (*(batch if parts is None else parts.first), *found.given)
             check_gradients(model, found, given, [mine.parameter for mine in step.kept])
-    return step if parts is None else _of_whole_batch(step, found, asked, parts, (model, loss, batch))
-
-
-def _of_whole_batch(
-    step: TrainingStep, found: ImportedLoss, asked: _Asked, parts: Parts, given: tuple[nn.Module, Any, Tensors]
-) -> TrainingStep:
-    """The step, whose loss is the batch's in torch; or, where it is not, one that takes numbers that sums are divided
-    by for sizes of a microbatch, if its loss is that. A loss of 0 tells nothing of them."""
-    try:
-        tells = check_loss(*given, step.mod, step.state | step.fixed, found.seeded)
-    except MeshTensorError as error:
-        try:
-            step = _step(found, asked, replace(parts, quotients="mean"))
-            check_loss(*given, step.mod, step.state | step.fixed, found.seeded)
-        except MeshTensorError:
-            raise error from None
-        return step
-    return step if tells else _step(found, asked, replace(parts, quotients=None))
+    if parts is not None:
+        check_loss(model, loss, batch, step.mod, step.state | step.fixed, found.seeded)
+    return step
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from tvm import relax
+from tvm import ir, relax
 
 from mesh_tensor.annotations.names import Fresh, renamed_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse, shown
@@ -108,6 +108,9 @@ class WithLoss(nn.Module):
 def _imported(
     model: nn.Module, loss: Loss, inputs: Tensors, written: dict[str, torch.Tensor], value: torch.Tensor
 ) -> ImportedLoss:
+    inputs = tuple(
+        tensor.view_as(tensor) for tensor in inputs
+    )  # torch.export takes one tensor that comes twice for one
     given = (*inputs, *written.values())
     try:
         program = counted(torch.export.export(WithLoss(model, loss, list(written)), given, strict=False))
@@ -155,18 +158,18 @@ def _renamed(module: ImportedModule, names: list[str]) -> ImportedModule:
 @dataclass(frozen=True, eq=False)
 class Parts:
     """`count` microbatches; `first`: the inputs of one, of a model of torch; `rows`: per input whether it has rows;
-    `quotients`: as of `batch_parts`."""
+    `whole`: the module of a whole batch, of such a model."""
 
     count: int
     first: tuple[torch.Tensor, ...]
     rows: tuple[bool, ...]
-    quotients: str | None
+    whole: ir.IRModule | None = None
 
     def named(self, function: relax.Function) -> Microbatches:
         """By the names that the inputs have as the function's first parameters."""
         names = [param.name_hint for param in function.params[: len(self.rows)]]
         inputs = tuple(n for n, has in zip(names, self.rows, strict=True) if has)
-        return Microbatches(self.count, inputs, self.quotients)
+        return Microbatches(self.count, inputs, self.whole)
 
 
 def _check_count(count: object) -> None:
@@ -175,8 +178,7 @@ def _check_count(count: object) -> None:
 
 
 def microbatches_of(inputs: tuple[torch.Tensor, ...], count: int) -> Parts:
-    """The inputs in `count` parts: those as long as the first one are taken apart, all others are the same for all.
-    Numbers that sums are divided by are taken as constants: the batch's loss in torch tells."""
+    """The inputs in `count` parts: those as long as the first one are taken apart, all others are the same for all."""
     _check_count(count)
     sizes = [tensor.shape[0] if tensor.ndim else None for tensor in inputs]
     batch = next((size for size in sizes if size is not None), None)
@@ -188,7 +190,7 @@ def microbatches_of(inputs: tuple[torch.Tensor, ...], count: int) -> Parts:
         )
     rows = tuple(size == batch for size in sizes)
     first = tuple(t[::count].contiguous() if has else t for t, has in zip(inputs, rows, strict=True))
-    return Parts(count, first, rows, "sum")
+    return Parts(count, first, rows)
 
 
 def microbatches_of_module(module: ImportedModule, count: int) -> Parts:
@@ -204,4 +206,4 @@ def microbatches_of_module(module: ImportedModule, count: int) -> Parts:
             fix="import it for one microbatch, of known size",
         )
     has_rows = tuple(bool(shape) and hasattr(shape[0], "value") and shape[0] == rows for shape in shapes)
-    return Parts(count, (), has_rows, None)
+    return Parts(count, (), has_rows)

@@ -34,6 +34,7 @@ from .torch_program import (
     depends_on_data,
     drop_assertions,
     refuse_autocast,
+    refuse_merged_inputs,
     written_buffers,
 )
 
@@ -45,6 +46,7 @@ def import_torch(
     """The Relax module of an exported program: `mesh_tensor.from_torch`, without its check of results. `groups`: the
     axes of its collectives' groups, by name, of what is one device's part of a manual computation."""
     refuse_autocast(program)
+    refuse_merged_inputs(program)
     importer = _Importer()
     importer.groups = groups or {}
     with warnings.catch_warnings():

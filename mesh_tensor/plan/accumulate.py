@@ -31,11 +31,11 @@ Recompute = Callable[[Graph], set[Value]]
 @dataclass(frozen=True)
 class Microbatches:
     """`count` of them: the n-th has every `count`-th row of the batch, from the n-th on. `inputs`: the parameters that
-    have rows, which are their first dim. `quotients`: as of `batch_parts`."""
+    have rows, which are their first dim. `whole`: the module of the same function of a whole batch, if there is one."""
 
     count: int
     inputs: tuple[str, ...]
-    quotients: str | None = None
+    whole: ir.IRModule | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +61,8 @@ def accumulated(
         MeshTensorError: as `gradient_function`; or the loss is neither a sum nor a mean over rows.
     """
     mod, read = readable(mod, function)
-    found = batch_parts(
-        mod, function, batches.inputs, trained, quotients=batches.quotients, through_stops=False, own_seeds=True
-    )
+    whole = None if batches.whole is None else readable(batches.whole, function)[0]
+    found = batch_parts(mod, function, batches.inputs, trained, larger=whole, through_stops=False, own_seeds=True)
     kind = _kind_of_loss(found, function)
     graph = read_graph(found.mod, function, read.mesh, {}, experts=False)
     wrt = [value for value in graph.params if value.name in trained]

@@ -9,9 +9,8 @@ batch's rows, another parameter. That holds for the gradients, too.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from tvm import ir
@@ -23,20 +22,13 @@ from mesh_tensor.rules.operator import OpRule
 from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.dropout import DROPOUT
 
+from .batch_growth import Larger, Numbers
 from .batch_kinds import Fixed, Kind, Mean, Mixed, PartsWriter, Rows, Sum, Total, result_kinds
 from .gradient import depending_on
 from .ir import Graph, Node, Value, leaves
 from .reader import read_graph
 from .tir_rule import node_rules
 from .tir_stages import expand_kernels
-
-_SAME_NUMBER = ("reshape", "astype", "squeeze", "expand_dims", "broadcast_to", "full", "full_like", "mean", "sum")
-_COMBINED: Mapping[str, Callable[[float, float], float]] = {
-    "multiply": operator.mul,
-    "add": operator.add,
-    "maximum": max,
-    "minimum": min,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +54,7 @@ def batch_parts(
     stated: Collection[str] = (),
     by_itself: Collection[str] = (),
     quotients: str | None = None,
+    larger: ir.IRModule | None = None,
     through_stops: bool = True,
     own_seeds: bool = False,
     written: Collection[str] = (),
@@ -77,19 +70,21 @@ def batch_parts(
         by_itself: bindings that are those of each part: they take no totals.
         quotients: what a sum over rows is that is divided by as many as there are elements, or rows, in a part: a
             "mean", as the number is larger for the batch, or a "sum", as it is a constant; None: it is not known.
+        larger: the module of the same function of a batch of more rows. It tells what `quotients` says, of each by
+            itself, and what else follows from how many rows there are.
         through_stops: what depends on what is trained only where no gradient goes through depends on it, too: totals
             are known before anything is run. Else they are known before what has gradients is.
         written: parameters that each part leaves another value for, which the next one takes.
         own_seeds: each part drops by a seed of its own: which row of its part a row is does not matter, then.
     """
-    graph = read_graph(shapes_of or mod, function, Mesh({"rows": 1}), {})
-    expand_kernels(graph)
+    graph = _graph(shapes_of or mod, function)
+    beside = None if larger is None else _beside(graph, _graph(larger, function), inputs)
     rules = node_rules(graph, replicate_unknown=True)
     if own_seeds:
         anywhere = {node: replace(rules[node], positional=frozenset()) for node in graph.nodes if _drops(node)}
         rules = {**rules, **anywhere}
     is_open = shapes_of is not None
-    known = _Kinds(graph, rules, inputs, trained, stated, by_itself, quotients, is_open, through_stops, written)
+    known = _Kinds(graph, rules, inputs, trained, stated, by_itself, quotients, beside, is_open, through_stops, written)
     kinds = tuple(known.of[value] for value in leaves(graph.result))
     if not known.uses and not known.shared:
         return BatchParts(mod, kinds)
@@ -101,6 +96,20 @@ def batch_parts(
     for value, user in known.shared:
         writer.take_share(known.binding(value), user)
     return BatchParts(writer.written(mod, function), kinds, tuple(writer.totals.values()), writer.shares)
+
+
+def _graph(mod: ir.IRModule, function: str) -> Graph:
+    graph = read_graph(mod, function, Mesh({"rows": 1}), {})
+    expand_kernels(graph)
+    return graph
+
+
+def _beside(graph: Graph, larger: Graph, inputs: Collection[str]) -> Larger:
+    """The graph beside that of more rows."""
+    rows = [value.type.shape[0] for one in (graph, larger) for value in one.params if value.name in inputs][
+        :: len(inputs)
+    ]
+    return Larger(graph, larger, rows[1] // rows[0])
 
 
 @dataclass(eq=False)
@@ -115,6 +124,7 @@ class _Kinds:
     stated: Collection[str]
     by_itself: Collection[str]
     quotients: str | None
+    larger: Larger | None
     shapes_are_chosen: bool
     through_stops: bool
     written: Collection[str] = ()
@@ -124,7 +134,7 @@ class _Kinds:
 
     def __post_init__(self) -> None:
         params = self.graph.params
-        self._numbers: dict[Value, float | None] = {}
+        self._numbers = Numbers(self.graph)
         self._makers = {value: node for node in self.graph.nodes for value in node.outputs}
         self._wheres = Counter(node.where for node in self.graph.nodes)
         trained = [value for value in params if value.name in self.trained]
@@ -139,7 +149,6 @@ class _Kinds:
             value: Mixed(f"{value.name} is another one for each part") for value in params if self._is_written(value)
         }
         for node in self.graph.nodes:
-            self._numbers |= {value: self._number_made(node, value) for value in node.outputs}
             self._visit(node)
 
     def _is_written(self, value: Value) -> bool:
@@ -152,7 +161,9 @@ class _Kinds:
     def _visit(self, node: Node) -> None:
         kinds = [self.of[value] for value in node.inputs]
         made = self._picked(node, kinds) or self._made(node, kinds)
-        if isinstance(made[0], (Sum, Rows)) and node.call.name in ("divide", "multiply"):
+        if self.larger is not None:
+            made = self.larger.kinds(node, self.rules[node], kinds, made)
+        elif isinstance(made[0], (Sum, Rows)) and node.call.name in ("divide", "multiply"):
             made = [self._scaled(node, made[0])]
         if isinstance(made[0], Mixed) and self._is_binding(node) and _name(node) in self.stated:
             made = [self._as_stated(node.outputs[0], made[0]), *made[1:]]
@@ -233,9 +244,7 @@ class _Kinds:
     def _scaled(self, node: Node, made: Sum | Rows) -> Kind:
         """What a sum that is divided is, or rows that are: where it is by the number of its elements, or of some that
         have all rows, the number may be one that was read off a part, and is larger for the whole batch."""
-        number = next((n for v in reversed(node.inputs) if (n := self._number(v)) is not None), 0.0)
-        if number and node.call.name == "multiply":
-            number = 1 / number
+        number = self._numbers.divisor(node) or 0.0
         count = round(number)
         if not count or abs(number - count) > 1e-6 * count or count % self._rows or self.quotients == "sum":
             return made
@@ -251,33 +260,9 @@ class _Kinds:
             " (say reduction='sum' or 'mean')"
         )
 
-    def _number(self, value: Value) -> float | None:
-        """The number that a value is everywhere, if that is known; of what was visited so far."""
-        if value not in self._numbers:
-            array = None if value.data is None else value.data.data.numpy()
-            same = array is not None and array.size and (array == array.flat[0]).all()
-            self._numbers[value] = float(array.flat[0]) if array is not None and same else None
-        return self._numbers[value]
-
-    def _number_made(self, node: Node, value: Value) -> float | None:
-        if node.kernel is not None:
-            return None
-        name, known = node.call.name, [self._number(v) for v in node.inputs]
-        operands = [number for number in known if number is not None]
-        if name == "arange" and value.type.elements == 1:
-            return float(node.call.literals[0])
-        if name in ("ones", "ones_like"):
-            return 1.0
-        if not operands or len(operands) < len(known):
-            return None
-        if name in _COMBINED and len(operands) == 2:
-            return _COMBINED[name](*operands)
-        repeated = node.inputs[0].type.elements // max(1, value.type.elements) if name == "sum" else 1
-        return operands[0] * repeated if name in _SAME_NUMBER else None
-
     def _varying(self, value: Value) -> frozenset[int]:
         """The dims along which a parameter, a constant or a total may vary."""
-        if value.data is not None and self._number(value) is not None:
+        if value.data is not None and self._numbers.of(value) is not None:
             return frozenset()
         return frozenset(d for d, size in enumerate(value.type.shape) if size > 1)
 

@@ -317,6 +317,16 @@ def test_half_precision_keeps_a_wide_value():
     assert torch.equal(last["up.weight"], last["opt.master.up.weight"].bfloat16())
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_one_tensor_is_the_example_of_input_and_target(accumulate):
+    """As of an autoencoder; torch.export takes both for one."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    run = mt.distribute_module(mt.training_step(model, F.mse_loss, (x, x), accumulate=accumulate), {"data": 1}, {})
+    noisy = x + torch.randn(8, 4)
+    torch.testing.assert_close(run(noisy, x), F.mse_loss(model(noisy), x).detach())
+
+
 @pytest.mark.parametrize("is_imported", [False, True])
 def test_frozen_parameters_and_tied_weights(is_imported):
     class Tied(nn.Module):

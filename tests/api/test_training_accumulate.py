@@ -238,8 +238,13 @@ class Mixed(MLP):
         (Normed(False), F.mse_loss, 2, "microbatches don't make the loss of a batch"),
         (Mixed(), F.mse_loss, 2, "(nn.softmax) needs the batch's rows together"),
         (MLP(), lambda o, t: F.mse_loss(o, t).sqrt(), 2, "(sqrt) is not linear in"),
-        (MLP(), lambda o, t: (o - t).square().sum() / o.shape[0] ** 2, 2, "looks at the size of the batch"),
-        (MLP(), lambda o, t: (o - t - 1e3).relu().sum() / o.shape[0], 2, "divides a sum by 6, which may be a constant"),
+        (MLP(), lambda o, t: (o - t).square().sum() / o.shape[0] ** 2, 2, "which depend on how many rows there are"),
+        (MLP(), lambda o, t: (o - t - 1e3).relu().mean() * len(o), 2, "(multiply) computes with const"),
+        (MLP(), lambda o, t: ((o - t).square() / len(o)).sum(), 2, "(divide) computes with const"),
+        (MLP(), lambda o, t: (o - t)[:, : len(o) // 2].abs().sum(), 2, "(strided_slice) computes with sizes"),
+        (MLP(), lambda o, t: o.sum() * torch.zeros(len(o)).softmax(0)[0], 2, "(nn.softmax) computes with sizes"),
+        (MLP(), lambda o, t: (o.sum(0) * torch.tensor([len(o), *range(7)])).sum(), 2, "computes with"),
+        (MLP(), lambda o, t: (o - t).square().mean() if len(o) > 6 else (o - t).abs().mean(), 2, "for all rows"),
         (MLP(), lambda o, t: (o - t).abs().max(), 2, "(max) needs the batch's rows together"),
         (MLP(), lambda o, t: (o / o.mean() - t).sum(), 2, "(divide) takes rows of the batch and"),
     ],
@@ -250,3 +255,17 @@ def test_what_is_refused(model, loss, count, said):
         mt.training_step(model, loss, (torch.randn(12, 12), torch.randn(12, 8)), accumulate=count, check=False)
     assert said in str(error.value)
     assert "fix:" in str(error.value)
+
+
+@pytest.mark.parametrize("by", [(4, len), (len, 4), (len, len)])
+def test_parts_of_a_loss_that_are_nothing_on_the_example(by):
+    """What each is divided by, the number of rows or a constant, shows on other batches."""
+    one, other = (n if callable(n) else (lambda y, n=n: n) for n in by)
+
+    def loss(y, t):
+        return torch.relu(y - 100).sum() / one(y) + ((y - t) ** 2).sum() / other(y)
+
+    model, batch = nn.Linear(4, 3), (torch.randn(8, 4), torch.randn(8, 3))
+    run = mt.distribute_module(mt.training_step(model, loss, batch, optimizer="sgd", accumulate=2), {"d": 1}, {})
+    x, t = batch[0] * 200, batch[1]
+    torch.testing.assert_close(run(x, t), loss(model(x), t).detach())

@@ -204,3 +204,24 @@ def test_indices_that_are_a_mask():
     text = refused(Call(lambda x: torch.index_put(x, (mask,), x[:2])), torch.randn(4, 4))
     assert "torch operator aten.index_put.default can't be imported: an index of bool" in text
     assert "use torch.where" in text
+
+
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4).eval()
+
+    def forward(self, x, y):
+        return self.norm(x * torch.ones(4, 1)) + 2 * y
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["x", "weight", "running_mean"])
+def test_one_tensor_as_the_example_of_several(name, strict):
+    """torch's own program is wrong then; of views, which are other tensors, it is right."""
+    model, x, y = Added(), torch.randn(4, 4), torch.randn(4, 4)
+    same = x if name == "x" else getattr(model.norm, name)
+    with pytest.raises(mt.MeshTensorError, match="one tensor is the example of 'x', |'y', '.*norm"):
+        mt.from_torch(torch.export.export(model, (x, same), strict=strict))
+    module = mt.from_torch(torch.export.export(model, (x, x[:]), strict=strict))
+    torch.testing.assert_close(mt.distribute_module(module, {"d": 2}, {"x": {"d": 0}})(x, y), model(x, y))

@@ -38,13 +38,16 @@ class OpCall:
         return tuple(plain(arg) for arg in self.expr.args if not _has_tensor(arg))
 
     @cached_property
+    def options(self) -> tuple:
+        """Equal for calls of an operator that are told the same beside their operands."""
+        attrs = None if self.expr.attrs is None else Structure(self.expr.attrs)
+        return attrs, tuple([_kind_of(arg) for arg in self.expr.args[:]])
+
+    @cached_property
     def kind(self) -> tuple:
         """Equal for calls that differ in nothing but the values of their operands."""
-        expr = self.expr
-        attrs = None if expr.attrs is None else Structure(expr.attrs)
-        arguments = tuple([_kind_of(arg) for arg in expr.args[:]])
-        infos = tuple([Structure(info) for info in expr.sinfo_args[:]])
-        return self.name, self.inputs, self.outputs, attrs, arguments, infos
+        infos = tuple([Structure(info) for info in self.expr.sinfo_args[:]])
+        return self.name, self.inputs, self.outputs, self.options, infos
 
     def on(self, tensors: Sequence[relax.Expr]) -> relax.Call:
         """The call on other tensors of the same shapes, given in the order of `inputs`."""

@@ -1,0 +1,134 @@
+"""What of a function follows from how many rows its batch has, as `x.sum() / len(x)` does: numbers that values are, and
+how they differ in the same function of a larger batch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+from mesh_tensor.rules.operator import OpRule
+from mesh_tensor.rules.operator.aten import name_of
+from mesh_tensor.rules.operator.rule import Dim, atoms_of
+
+from .batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum, placed_factors
+from .ir import Graph, Node, Value
+
+_SAME_NUMBER = ("reshape", "astype", "squeeze", "expand_dims", "broadcast_to", "full", "full_like", "mean", "sum")
+_COMBINED: Mapping[str, Callable[[float, float], float]] = {
+    "multiply": operator.mul,
+    "add": operator.add,
+    "maximum": max,
+    "minimum": min,
+}
+_OF_SHAPES = ("reshape", "broadcast_to", "full", "ones", "zeros")  # whose options are shapes alone
+
+
+class Numbers:
+    """The numbers that values of a graph are everywhere, where that is known."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._known: dict[Value, float | None] = {}
+        for node in graph.nodes:
+            self._known |= {value: self._made(node, value) for value in node.outputs}
+
+    def of(self, value: Value) -> float | None:
+        """The number that a value is everywhere."""
+        if value not in self._known:
+            array = None if value.data is None else value.data.data.numpy()
+            same = array is not None and array.size and (array == array.flat[0]).all()
+            self._known[value] = float(array.flat[0]) if array is not None and same else None
+        return self._known[value]
+
+    def divisor(self, node: Node) -> float | None:
+        """What a node divides by, or multiplies with the inverse of."""
+        number = next((n for v in reversed(node.inputs) if (n := self.of(v)) is not None), None)
+        return 1 / number if number and node.call.name == "multiply" else number
+
+    def _made(self, node: Node, value: Value) -> float | None:
+        if node.kernel is not None:
+            return None
+        name, known = node.call.name, [self.of(v) for v in node.inputs]
+        operands = [number for number in known if number is not None]
+        if name == "arange" and value.type.elements == 1:
+            return float(node.call.literals[0])
+        if name in ("ones", "ones_like"):
+            return 1.0
+        if not operands or len(operands) < len(known):
+            return None
+        if name in _COMBINED and len(operands) == 2:
+            return _COMBINED[name](*operands)
+        repeated = node.inputs[0].type.elements // max(1, value.type.elements) if name == "sum" else 1
+        return operands[0] * repeated if name in _SAME_NUMBER else None
+
+
+class Larger:
+    """A graph beside that of the same function of a batch that has `times` as many rows. `differs`: why they are not
+    the same operators on the same values, if they aren't."""
+
+    def __init__(self, graph: Graph, larger: Graph, times: int) -> None:
+        self._numbers, self._others, self._times = Numbers(graph), Numbers(larger), times
+        self._twin = dict(zip(graph.params, larger.params, strict=True))
+        self._nodes = dict(zip(graph.nodes, larger.nodes, strict=False))
+        same = len(graph.nodes) == len(larger.nodes)
+        self.differs = "" if same else f"there are {len(graph.nodes)} operators, and {len(larger.nodes)} for all rows"
+        for node, other in self._nodes.items():
+            pairs = list(zip(node.inputs, other.inputs, strict=False))
+            alike = node.call.name == other.call.name and len(node.inputs) == len(other.inputs)
+            if not (alike and all(self._twin.setdefault(mine, its) is its for mine, its in pairs)):
+                self.differs = self.differs or f"{node.where} is another operator for all rows, or one of other values"
+            self._twin |= dict(zip(node.outputs, other.outputs, strict=False))
+
+    def kinds(self, node: Node, rule: OpRule, kinds: Sequence[Kind], made: Sequence[Kind]) -> list[Kind]:
+        """The kinds of a node's results, which are `made` of operands of these kinds if all numbers are constants."""
+        if self.differs:
+            return [Mixed(self.differs)] * len(made)
+        if any(isinstance(kind, Mixed) for kind in made) or node.kernel is not None:
+            return list(made)
+        fixed = [value for value, kind in zip(node.inputs, kinds, strict=True) if isinstance(kind, Fixed)]
+        changed = [value for value in fixed if self._is_changed(value)]
+        if changed and isinstance(made[0], Sum) and node.call.name in ("divide", "multiply"):
+            mine, its = self._numbers.divisor(node), self._others.divisor(self._nodes[node])
+            if mine and its and abs(its / mine - self._times) <= 1e-6 * self._times:
+                return [Mean()]
+        if len(fixed) == len(kinds) and self._numbers.of(node.outputs[0]) is not None:
+            return list(made)
+        if not changed and self._is_as_said(node, rule, made):
+            return list(made)
+        names = " and ".join(value.name for value in changed) or "sizes or constants"
+        why = f"{node.where} ({name_of(node.call)}) computes with {names}, which depend on how many rows there are"
+        return [Mixed(why)] * len(made)
+
+    def _is_changed(self, value: Value) -> bool:
+        """Whether a number or a constant is another one for more rows."""
+        mine, its = self._numbers.of(value), self._others.of(self._twin[value])
+        if mine is not None or its is not None:
+            return mine != its
+        return value.data is not None and not _is_equal(value, self._twin[value])
+
+    def _is_as_said(self, node: Node, rule: OpRule, made: Sequence[Kind]) -> bool:
+        """Whether a node does the same with more rows, and its results have the shapes that their kinds say."""
+        other = self._nodes[node]
+        same = node.call.name in _OF_SHAPES or node.call.options == other.call.options
+        resized = {dim for value, dims in zip(node.inputs, rule.inputs, strict=True) for dim in self._of(value, dims)}
+        apart = resized.isdisjoint({None, *rule.reduced, *placed_factors(rule)})
+        for value, kind in zip(node.outputs, made, strict=True):
+            mine, its = value.type.shape, other.outputs[node.outputs.index(value)].type.shape
+            if isinstance(kind, Fixed) and not (apart and (same or mine != its)):
+                return False
+            rows = kind.dim if isinstance(kind, Rows) else None
+            grown = tuple(size * self._times if d == rows else size for d, size in enumerate(mine))
+            if not isinstance(kind, Fixed) and not (same and its == grown):
+                return False
+        return True
+
+    def _of(self, value: Value, dims: Sequence[Dim]) -> set[str | None]:
+        """The factors of a value's dims that have other sizes for more rows; None: of one that has no factor."""
+        sizes = zip(dims, value.type.shape, self._twin[value].type.shape, strict=True)
+        return {atom for dim, mine, its in sizes if mine != its for atom in atoms_of(dim) or [None]}
+
+
+def _is_equal(one: Value, other: Value) -> bool:
+    """Whether two constants are the same."""
+    if one.data is None or other.data is None or one.type != other.type:
+        return False
+    return bool((one.data.data.numpy() == other.data.data.numpy()).all())
