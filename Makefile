@@ -6,7 +6,7 @@ PIP_INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt
 
 # Tests run one process per core, so torch's own threads would only get in each other's way. They start many
 # processes, each of which would compile the package anew where an environment forbids Python to keep what it compiled.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 PYTEST_ARGS ?= -n logical
 SWEEP_ARGS ?=
 FUZZ_ARGS ?=

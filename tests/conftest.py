@@ -2,8 +2,12 @@
 
 import gc
 import logging
+import os
 import random
 import signal
+
+# Before torch is loaded. Sums of one device have the bits that they have on several, and workers share the processors.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy
 import pytest
@@ -14,7 +18,6 @@ import mesh_tensor  # noqa: F401  (brings TileLang's TVM before a test imports t
 from tests import parsed_once
 
 gc.disable()  # until all tests are collected
-torch.set_num_threads(1)  # sums have the bits that they have on devices of a virtual mesh; workers share the processors
 parsed_once.install()
 
 # Pytest listens to loggers that tell no others, and torch makes a trace of all that it exports for whoever listens.
