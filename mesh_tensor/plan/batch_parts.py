@@ -83,8 +83,7 @@ def batch_parts(
     if own_seeds:
         anywhere = {node: replace(rules[node], positional=frozenset()) for node in graph.nodes if _drops(node)}
         rules = {**rules, **anywhere}
-    is_open = shapes_of is not None
-    known = _Kinds(graph, rules, inputs, trained, stated, by_itself, quotients, beside, is_open, through_stops, written)
+    known = _Kinds(graph, rules, inputs, trained, stated, by_itself, quotients, beside, through_stops, written)
     kinds = tuple(known.of[value] for value in leaves(graph.result))
     if not known.uses and not known.shared:
         return BatchParts(mod, kinds)
@@ -125,7 +124,6 @@ class _Kinds:
     by_itself: Collection[str]
     quotients: str | None
     larger: Larger | None
-    shapes_are_chosen: bool
     through_stops: bool
     written: Collection[str] = ()
     of: dict[Value, Kind] = field(default_factory=dict)
@@ -248,10 +246,7 @@ class _Kinds:
         count = round(number)
         if not count or abs(number - count) > 1e-6 * count or count % self._rows or self.quotients == "sum":
             return made
-        if isinstance(made, Rows):
-            by_size = self.shapes_are_chosen and self._rows > 2
-            return Mixed(f"{_name(node)} divides rows by how many there are") if by_size else made
-        if made.elements % count:
+        if isinstance(made, Rows) or made.elements % count:
             return made
         if self.quotients == "mean":
             return Mean()

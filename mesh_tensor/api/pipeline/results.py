@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tvm import ir
+from tvm import ir, tirx
 
 from mesh_tensor.annotations.named_values import NamedValues
 from mesh_tensor.base.errors import refuse, shown
@@ -99,7 +99,7 @@ def results_of(
     stated = _stated(flow, per_microbatch)
     if microbatches == 1:
         return Results(flow)
-    sized = sized_module(flow, signature)  # open sizes are chosen so that no constant looks like one
+    sized = sized_module(flow, signature)
     large = [name for name, var in flow.params.items() if name not in inputs and var.struct_info.ndim > 1]
     found = batch_parts(
         flow.mod,
@@ -109,7 +109,8 @@ def results_of(
         shapes_of=sized,
         stated=stated,
         by_itself=flow.above([*stated, *flow.state.values()]),  # what the next microbatch takes is of this one
-        quotients="mean" if sized is not None and reduction is None else reduction,
+        quotients=reduction,
+        larger=sized_module(flow, signature, inputs),
         own_seeds=True,
         written=flow.state,
     )
@@ -128,12 +129,15 @@ def _stated(flow: Flow, names: Sequence[str]) -> list[str]:
     return [flow.origin(value) for _, (_, value), _ in meant]
 
 
-def sized_module(flow: Flow, signature: ModuleSignature) -> ir.IRModule | None:
-    """The module with sizes in place of open ones, if there are any."""
+def sized_module(flow: Flow, signature: ModuleSignature, doubled: Sequence[str] = ()) -> ir.IRModule | None:
+    """The module with sizes in place of open ones, if there are any; the inputs `doubled` have twice as many rows."""
+    infos = [flow.params[name].struct_info for name in doubled]
+    twice = {var for info in infos if info.ndim for var in tirx.analysis.undefined_vars(info.shape.values[0])}
     problem = ""
     for size in _SIZES if signature.symbols else ():
+        sizes = {var: (size + 2 * i) * (2 if var in twice else 1) for i, var in enumerate(signature.symbols)}
         try:
-            sized = bound(flow.mod, flow.function, {var: size + 2 * i for i, var in enumerate(signature.symbols)})
+            sized = bound(flow.mod, flow.function, sizes)
             Flow(sized, flow.function)
             return sized
         except Exception as error:

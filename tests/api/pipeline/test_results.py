@@ -114,6 +114,32 @@ def test_losses_that_microbatches_do_not_make(loss, options, facts):
     assert all(fact in message for fact in facts), message
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z, y: z.square().mean() * z.shape[0],
+        lambda z, y: z.square().mean() / z.shape[0],
+        lambda z, y: z.square().mean() + z.shape[0],
+        lambda z, y: (z.square() / z.shape[0]).sum(),
+        lambda z, y: (z - z.shape[0]).square().mean(),
+        lambda z, y: z.square().mean() + CLASSES.sum() / z.shape[0],
+        lambda z, y: z.square().mean() * torch.arange(z.shape[0]).sum(),
+        lambda z, y: z.square().sum() * torch.zeros(z.shape[0]).softmax(0)[0],
+        lambda z, y: z.square().sum() / torch.ones(z.shape[0]).exp().sum(),
+    ],
+)
+def test_what_follows_from_the_number_of_rows(loss):
+    """An open size is another number in a microbatch."""
+    assert "depend on how many rows there are" in refused(loss, open_size=True)
+
+
+def test_a_constant_that_may_be_a_number_of_rows():
+    """61 is none, although sums are looked at in 61 rows."""
+    model = Classifier(lambda z, y: z.square().sum() / 61 + z.sum() / torch.ones(z.shape[0]).sum())
+    module, run = pipeline(model, 3, open_size=True)
+    check(model, module, run, *batch((3, 3, 1)))
+
+
 class Structured(nn.Module):
     """Gives a structure of results, one of which is what is cut at."""
 
