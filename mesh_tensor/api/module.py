@@ -95,6 +95,8 @@ def distribute_module(
         mod.constants.check_unwritten()
         weights = mod.params if weights is None else mod.constants.left_out(weights, whole, donate)
         mod, form, constants = mod.mod, mod.form, mod.constants
+    if isinstance(mod, TrainingStep):
+        mod.constants.check_unwritten("the step of training", "make the step after the model is written")
     step, given = (mod, _step_module(mod, mesh, shardings, priority)) if isinstance(mod, TrainingStep) else (None, mod)
     check_module(given, "distribute_module")
     if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):

@@ -17,6 +17,7 @@ from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.optimizer import MASTER, is_number
 from mesh_tensor.importers import ImportedModule
+from mesh_tensor.importers.constants import Constants, Copy
 from mesh_tensor.plan.recompute import AUTO, FULL, SELECTIVE
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, AnyOptimizer, Kept, training_function
 from mesh_tensor.rules.operator.dropout import SEED_NAME
@@ -43,6 +44,7 @@ class TrainingStep:
     loss_scale  that of the first step
     seed        from which what is dropped follows, with the number of the step; None: nothing is
     copies      the name of a value of the forward part -> those of the same in later microbatches, and computed again
+    constants   what the step has a copy of, which the model should not write before it is distributed
     """
 
     mod: ir.IRModule
@@ -57,6 +59,7 @@ class TrainingStep:
     loss_scale: LossScale | None = None
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     seed: int | None = None
+    constants: Constants = field(default_factory=Constants)
 
     def dropout_seed(self, step: int) -> torch.Tensor:
         """What dropouts of step 0, 1, ... follow from."""
@@ -208,6 +211,9 @@ def _step(found: ImportedLoss, asked: _Asked, parts: Parts | None = None) -> Tra
     for mine in kept:
         state |= {name: _first(slot, state[mine.parameter]) for slot, name in mine.slots.items()}
     params = [param.name_hint for param in mod["main"].params]
+    wide = {mine.parameter: mine.slots[MASTER] for mine in kept if MASTER in mine.slots}
+    theirs = {ours: name for name, ours in module.names.items()}
+    masters = {theirs.get(name, name): Copy.of(state[name], state[master]) for name, master in wide.items()}
     fixed = {name: module.params[name] for name in params if name in module.params and name not in state}
     every = {**module.names, **source_names(mod["main"])}
     names = {theirs: ours for theirs, ours in every.items() if ours in state or ours in fixed}
@@ -227,6 +233,7 @@ def _step(found: ImportedLoss, asked: _Asked, parts: Parts | None = None) -> Tra
         asked.loss_scale,
         made.copies,
         asked.seed if SEED_NAME in params else None,
+        Constants({**module.constants.copied, **masters}),
     )
 
 

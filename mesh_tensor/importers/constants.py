@@ -15,25 +15,39 @@ _FIX = "import the model again, or its buffers as weights: mt.from_torch(program
 
 
 @dataclass(frozen=True)
-class Constants:
-    """`copied`: what the module has a copy of, by the model's names, each with the number of times that it had been
-    written then. `unread`: buffers of the model's `state_dict()` that the module has nothing of."""
+class Copy:
+    """The `values` of a tensor of the model, which had been written so many `times` then."""
 
-    copied: Mapping[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    tensor: torch.Tensor
+    values: torch.Tensor
+    times: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor, values: torch.Tensor | None = None) -> Copy:
+        """Its values as they are now, of which there may be a copy."""
+        return Copy(tensor, tensor.detach().clone() if values is None else values, _writes(tensor))
+
+
+@dataclass(frozen=True)
+class Constants:
+    """`copied`: what the module has a copy of, by the model's names. `unread`: buffers of the model's `state_dict()`
+    that the module has nothing of."""
+
+    copied: Mapping[str, Copy] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
 
-    def check_unwritten(self) -> None:
+    def check_unwritten(self, what: str = "the imported module", fix: str = _FIX) -> None:
         """Weights are the model's own tensors, and constants are copies: refuse one without the other.
 
         Raises:
             MeshTensorError: what became a constant was written since.
         """
-        if changed := self._written():
+        if changed := [name for name, copy in self.copied.items() if _writes(copy.tensor) != copy.times]:
             refuse(
-                f"the model's {listing(changed)} {'was' if len(changed) == 1 else 'were'} written since the import",
-                where="the imported module",
-                why="the module has what was there then as constants, and the model's weights as they are now",
-                fix=_FIX,
+                f"the model's {listing(changed)} {'was' if len(changed) == 1 else 'were'} written since",
+                where=what,
+                why="it has what was there then as constants, and the model's weights as they are now",
+                fix=fix,
             )
 
     def left_out(self, weights: Any, whole: Callable[[Any], torch.Tensor], donate: bool = False) -> Any:
@@ -48,11 +62,10 @@ class Constants:
         there = {name: ours for name in weights if (ours := names.ours(str(name))) in names.names}
         if not there:
             return weights
-        written = self._written()
         other = [
             name
             for name, ours in there.items()
-            if ours in self.copied and (ours in written or not _same(self.copied[ours][0], whole(weights[name])))
+            if ours in self.copied and not _same(self.copied[ours].values, whole(weights[name]))
         ]
         if other:
             refuse(
@@ -68,14 +81,14 @@ class Constants:
             return weights
         return {name: weights[name] for name in weights if name not in there}
 
-    def _written(self) -> list[str]:
-        return [name for name, (tensor, times) in self.copied.items() if writes(tensor) != times]
 
-
-def writes(tensor: torch.Tensor) -> int:
+def _writes(tensor: torch.Tensor) -> int:
     """How often torch has written the tensor's memory; 0 where it does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _same(ours: torch.Tensor, given: torch.Tensor) -> bool:
-    return ours is given or (ours.dtype == given.dtype and torch.equal(ours, given.to(ours.device)))
+    if ours.dtype != given.dtype or ours.shape != given.shape:
+        return False
+    given = given.to(ours.device)
+    return bool(((ours == given) | ((ours != ours) & (given != given))).all())  # NaN is the same as NaN

@@ -13,7 +13,7 @@ from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
 from mesh_tensor.annotations.names import renamed_parameters
 from mesh_tensor.plan.ir import STATE_ATTR
 
-from .constants import Constants, writes
+from .constants import Constants, Copy
 from .imported import ImportedModule, identifiers
 from .torch_program import CONSTANTS, is_kept_buffer, without_tied, written_buffers
 
@@ -53,7 +53,7 @@ def named(
     fixed = tuple(names[target] for spec in specs if is_kept_buffer(spec) and (target := str(spec.target)) in names)
     used = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
     copied = {
-        target: (tensors[target], writes(tensors[target]))
+        target: Copy.of(tensors[target])
         for spec in specs
         if spec.kind in CONSTANTS and spec.arg.name in used - weights.keys() and (target := str(spec.target)) in tensors
     }

@@ -214,7 +214,8 @@ class ProgramOfTensors:
         self.state_dict = {name: _as_floats(value) for name, value in self.state_dict.items()}
         self.tensor_constants = self.state_dict
         self.constants: dict[str, torch.Tensor] = {}
-        self._kept = {str(spec.target): self.state_dict[str(spec.target)] for spec in specs if spec.kind in CONSTANTS}
+        kept = [str(spec.target) for spec in specs if spec.kind in CONSTANTS]
+        self._kept = {name: self.state_dict[name].detach().clone() for name in kept}  # whatever the model writes later
         (output,) = program.graph.find_nodes(op="output")
         new, given = output.args[0][: len(written)], output.args[0][len(written) :]
         output.args = ((*(value for value in given if isinstance(value, torch.fx.Node)), *new),)

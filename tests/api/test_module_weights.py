@@ -164,8 +164,38 @@ def test_constants_that_were_written_since_the_import():
     write(model)
     with pytest.raises(mt.MeshTensorError) as error:
         mt.distribute_module(module, {"x": 2}, {})
-    for text in ("'1.running_mean', '1.running_var' were written since the import", "buffers=True"):
+    for text in ("'1.running_mean', '1.running_var' were written since", "buffers=True"):
         assert text in str(error.value)
+
+
+def test_constants_stay_for_new_sizes_and_after_loading():
+    """A model's buffers may be written while a run of it is used: by more training."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).eval()
+    x, rows = torch.randn(8, 4), torch.export.Dim("rows", min=2, max=64)
+    module = mt.from_torch(torch.export.export(model, (x,), dynamic_shapes=({0: rows},)))
+    run = mt.distribute_module(module, {"x": 2}, {})
+    expected, state = model(x).detach(), {name: value.clone() for name, value in model.state_dict().items()}
+    torch.testing.assert_close(run(x), expected)
+    write(model)
+    for count in (4, 5):
+        torch.testing.assert_close(run(x[:count]), expected[:count])
+    run.load_state_dict(state)
+    torch.testing.assert_close(run(x), expected)
+    with pytest.raises(mt.MeshTensorError, match="other values than the module's constants"):
+        run.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_is_written_after_its_step_was_made(dtype):
+    """A step has copies of constants, and of what it keeps in float32."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6).eval()).to(dtype)
+    batch = torch.randn(8, 4).to(dtype), torch.randn(8, 6).to(dtype)
+    step = mt.training_step(model, nn.functional.mse_loss, batch, optimizer="sgd", check=False)
+    write(model)
+    with pytest.raises(mt.MeshTensorError, match="written since") as error:
+        mt.distribute_module(step, {"x": 2}, {})
+    assert "'1.running_mean'" in str(error.value)
+    assert ("'0.weight'" in str(error.value)) == (dtype == torch.bfloat16), str(error.value)
 
 
 def test_state_is_that_when_the_module_was_distributed():
