@@ -50,6 +50,7 @@ from kernels.sparse import (
     grouped_matmul_rows,
     padded_grouped_matmul,
     scaled_grouped_matmul,
+    searched_grouped_matmul,
 )
 from kernels.statistics import nearest_points, row_norms, row_statistics
 from kernels.transpose import transpose
@@ -236,6 +237,10 @@ def _scalars() -> Iterator[PlanCase]:
     yield _case("scalars", grouped_matmul_rows, groups, columns="B2 C1", K=k)
     yield _case("scalars", padded_grouped_matmul, groups, rows="A0 group_of0 C0", columns="B2 C1", K=k)
     yield _case("scalars", scaled_grouped_matmul, groups, rows="A0 group_of0 C0", columns="B2 C1", K=k)
+    many, rows = {"groups": 8, "rows": 16384, "N": 512, "K": 512, **_BLOCKS}, 16384 + 8 * 64
+    padded = "the sums of all blocks of rows, every group's last one padded, are completed before relu"
+    k = ("A1 B1", padded, rows * 512)
+    yield _case("scalars", searched_grouped_matmul, many, columns="B2 C1", K=k)
     yield _case(
         "scalars", scaled_mean_matmul, _MNK, rows="A0 C0", columns="B1 bias0 C1", K=("A1 B0", _PARTIAL, _SQUARE)
     )

@@ -76,6 +76,11 @@ def _offsets(generator: torch.Generator, sizes: Sizes) -> torch.Tensor:
     return torch.cat([torch.tensor([0]), inner, torch.tensor([sizes["rows"]])]).int()
 
 
+def _counts(generator: torch.Generator, sizes: Sizes) -> torch.Tensor:
+    """How many rows groups have; some have none."""
+    return _offsets(generator, sizes).diff()
+
+
 def _mask(generator: torch.Generator, sizes: Sizes) -> torch.Tensor:
     """Which blocks of 8 count."""
     return torch.rand([-(-sizes[name] // 8) for name in "MNK"], generator=generator) < 0.6
@@ -262,6 +267,14 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
         partial(sparse.scaled_grouped_matmul_reference, block=8),
         _EXPERTS,
         tensors(normal("rows K"), normal("groups K N"), integers("rows/8", 0, "groups"), uniform("groups", 0.5, 2.0)),
+        ("C",),
+    ),
+    KernelCase(
+        "searched_grouped_matmul",
+        partial(sparse.searched_grouped_matmul, **_BLOCKS),
+        sparse.searched_grouped_matmul_reference,
+        _EXPERTS,
+        tensors(normal("rows K"), normal("groups K N"), _counts),
         ("C",),
     ),
     _product(schedules.hinted_matmul),
