@@ -41,6 +41,7 @@ from kernels.schedules import (
     running_sums,
     scaled_mean_matmul,
     waves_matmul,
+    waves_split_k,
 )
 from kernels.softmax import online_softmax, softmax
 from kernels.sparse import (
@@ -249,6 +250,7 @@ def _scalars() -> Iterator[PlanCase]:
 def _schedules() -> Iterator[PlanCase]:
     """Blocks in another order than their places'."""
     yield _case("schedules", waves_matmul, {**_MNK, "programs": 24, "group": 8}, **_MATMUL)
+    yield _case("schedules", waves_split_k, {**_MNK, "programs": 24}, rows="A0 partial1 C0", columns="B1 partial2 C1")
     yield _case("schedules", backwards_rows, {"M": 4096, "N": 4096, "block": 64}, rows="A0 B0", columns="A1 B1")
     yield _case("schedules", running_sums, {"M": 4096, "N": 1024}, rows="A0 B0")
     causal = {"rows": 4096, "dim": 256, "block": 64}
