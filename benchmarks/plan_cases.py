@@ -41,6 +41,7 @@ from kernels.schedules import (
     running_sums,
     scaled_mean_matmul,
     waves_matmul,
+    waves_split_k,
 )
 from kernels.softmax import online_softmax, softmax
 from kernels.sparse import (
@@ -50,6 +51,7 @@ from kernels.sparse import (
     grouped_matmul_rows,
     padded_grouped_matmul,
     scaled_grouped_matmul,
+    searched_grouped_matmul,
 )
 from kernels.statistics import nearest_points, row_norms, row_statistics
 from kernels.transpose import transpose
@@ -236,6 +238,10 @@ def _scalars() -> Iterator[PlanCase]:
     yield _case("scalars", grouped_matmul_rows, groups, columns="B2 C1", K=k)
     yield _case("scalars", padded_grouped_matmul, groups, rows="A0 group_of0 C0", columns="B2 C1", K=k)
     yield _case("scalars", scaled_grouped_matmul, groups, rows="A0 group_of0 C0", columns="B2 C1", K=k)
+    many, rows = {"groups": 8, "rows": 16384, "N": 512, "K": 512, **_BLOCKS}, 16384 + 8 * 64
+    padded = "the sums of all blocks of rows, every group's last one padded, are completed before relu"
+    k = ("A1 B1", padded, rows * 512)
+    yield _case("scalars", searched_grouped_matmul, many, columns="B2 C1", K=k)
     yield _case(
         "scalars", scaled_mean_matmul, _MNK, rows="A0 C0", columns="B1 bias0 C1", K=("A1 B0", _PARTIAL, _SQUARE)
     )
@@ -244,6 +250,7 @@ def _scalars() -> Iterator[PlanCase]:
 def _schedules() -> Iterator[PlanCase]:
     """Blocks in another order than their places'."""
     yield _case("schedules", waves_matmul, {**_MNK, "programs": 24, "group": 8}, **_MATMUL)
+    yield _case("schedules", waves_split_k, {**_MNK, "programs": 24}, rows="A0 partial1 C0", columns="B1 partial2 C1")
     yield _case("schedules", backwards_rows, {"M": 4096, "N": 4096, "block": 64}, rows="A0 B0", columns="A1 B1")
     yield _case("schedules", running_sums, {"M": 4096, "N": 1024}, rows="A0 B0")
     causal = {"rows": 4096, "dim": 256, "block": 64}

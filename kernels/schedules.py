@@ -1,6 +1,7 @@
 """The order in which blocks are computed, and hints to the compiler: what is computed stays the same."""
 
 import tilelang.language as T
+import torch
 
 
 def hinted_matmul(M, N, K, block_M=16, block_N=16, block_K=16, registers=True):
@@ -53,6 +54,54 @@ def waves_matmul(M, N, K, block_M=16, block_N=16, block_K=16, programs=6, group=
                     T.copy(total, C[by * block_M, bx * block_N])
 
     return waves_matmul_kernel
+
+
+def waves_split_k(M, N, K, parts=4, block_M=16, block_N=16, block_K=16, programs=6):
+    """`C = relu(A @ B)` in one launch: every program takes parts of the sums of blocks in waves, waits for all others,
+    and adds up the parts of rows."""
+    rows, columns, part = -(-M // block_M), -(-N // block_N), K // parts
+
+    @T.prim_func
+    def waves_split_k_kernel(
+        A: T.Tensor((M, K)), B: T.Tensor((K, N)), partial: T.Tensor((parts, M, N)), C: T.Tensor((M, N))
+    ):
+        with T.Kernel(programs, threads=128) as pid:
+            A_shared = T.alloc_shared((block_M, block_K), "float32")
+            B_shared = T.alloc_shared((block_K, block_N), "float32")
+            total = T.alloc_fragment((block_M, block_N), "float32")
+            row = T.alloc_fragment((N,), "float32")
+            for wave in T.serial(T.ceildiv(rows * columns * parts, programs)):
+                tile = programs * wave + pid
+                at = tile % parts
+                by = tile // parts % rows
+                bx = tile // parts // rows
+                if bx < columns:
+                    T.clear(total)
+                    for k in T.Pipelined(part // block_K, num_stages=2):
+                        T.copy(A[by * block_M, at * part + k * block_K], A_shared)
+                        T.copy(B[at * part + k * block_K, bx * block_N], B_shared)
+                        T.gemm(A_shared, B_shared, total)
+                    T.copy(total, partial[at, by * block_M : (by + 1) * block_M, bx * block_N : (bx + 1) * block_N])
+            T.sync_grid()
+            for wave in T.serial(T.ceildiv(M, programs)):
+                m = programs * wave + pid
+                if m < M:
+                    T.clear(row)
+                    for at in T.serial(parts):
+                        for n in T.Parallel(N):
+                            row[n] += partial[at, m, n]
+                    for n in T.Parallel(N):
+                        C[m, n] = T.max(row[n], 0)
+
+    return waves_split_k_kernel
+
+
+def waves_split_k_reference(a, b, parts=4):
+    """Parts of the sums, and the whole, in float64."""
+    a, b = a.double(), b.double()
+    size = a.shape[1] // parts
+    partial = torch.stack([x @ y for x, y in zip(a.split(size, 1), b.split(size), strict=True)])
+    return partial.float(), partial.sum(0).relu().float()
 
 
 def backwards_rows(M, N, block=16):

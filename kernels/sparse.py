@@ -185,6 +185,57 @@ def scaled_grouped_matmul_reference(a, b, group_of, scale, block=16):
     return torch.cat([(part @ b[g] * scale[g]).relu() for part, g in parts])
 
 
+def searched_grouped_matmul(groups, rows, N, K, block_M=16, block_N=16, block_K=16):
+    """`C = relu(A @ B[g])` for the rows of group g, `counts[g]` of them after those of the groups before it. Every
+    program looks for its group, among groups that are padded to whole blocks."""
+
+    @T.prim_func
+    def searched_grouped_matmul_kernel(
+        A: T.Tensor((rows, K), "float32"),
+        B: T.Tensor((groups, K, N), "float32"),
+        counts: T.Tensor((groups,), "int32"),
+        C: T.Tensor((rows, N), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(rows, block_M) + groups, T.ceildiv(N, block_N), threads=128) as (bx, by):
+            A_shared = T.alloc_shared((block_M, block_K), "float32")
+            B_shared = T.alloc_shared((block_K, block_N), "float32")
+            total = T.alloc_fragment((block_M, block_N), "float32")
+            group = T.alloc_var("int32")
+            before = T.alloc_var("int32")
+            before_padded = T.alloc_var("int32")
+            seen = T.alloc_var("int32")
+            seen_padded = T.alloc_var("int32")
+            group = 0
+            before = 0
+            before_padded = 0
+            seen = 0
+            seen_padded = 0
+            for g in range(groups):
+                if bx * block_M >= seen_padded:
+                    group = g
+                    before = seen
+                    before_padded = seen_padded
+                seen = seen + counts[g]
+                seen_padded = seen_padded + T.ceildiv(counts[g], block_M) * block_M
+            first = before + bx * block_M - before_padded
+            valid = T.max(0, T.min(block_M, before + counts[group] - first))
+            T.clear(total)
+            for k in T.Pipelined(T.ceildiv(K, block_K), num_stages=2):
+                T.copy(A[first : first + block_M, k * block_K : (k + 1) * block_K], A_shared)
+                T.copy(B[group, k * block_K, by * block_N], B_shared)
+                T.gemm(A_shared, B_shared, total)
+            for i, j in T.Parallel(block_M, block_N):
+                if (i < valid) & (by * block_N + j < N):
+                    C[first + i, by * block_N + j] = T.max(total[i, j], 0)
+
+    return searched_grouped_matmul_kernel
+
+
+def searched_grouped_matmul_reference(a, b, counts):
+    """Group by group."""
+    return torch.cat([(part @ b[g]).relu() for g, part in enumerate(a.split(counts.tolist()))])
+
+
 def block_sparse_attention(
     batch,
     heads,

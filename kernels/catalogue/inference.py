@@ -52,6 +52,7 @@ _SEQUENCES = (
 )
 _GROUPED_K = ({"M": 24, "N": 48, "K": 48}, {"M": 13, "N": 30, "K": 24}, {"M": 3, "N": 5, "K": 8})
 _NK = ({"N": 24, "K": 48}, {"N": 13, "K": 24}, {"N": 3, "K": 8})
+_PARTS_OF_K = ({"M": 24, "N": 16, "K": 32}, {"M": 13, "N": 30, "K": 64}, {"M": 3, "N": 5, "K": 32})
 _EXPERTS = (
     {"groups": 4, "rows": 48, "N": 16, "K": 24},
     {"groups": 3, "rows": 24, "N": 13, "K": 10},
@@ -74,6 +75,11 @@ def _offsets(generator: torch.Generator, sizes: Sizes) -> torch.Tensor:
     """Where groups of rows start and end; some have none."""
     inner = torch.randint(0, sizes["rows"] + 1, (sizes["groups"] - 1,), generator=generator).sort().values
     return torch.cat([torch.tensor([0]), inner, torch.tensor([sizes["rows"]])]).int()
+
+
+def _counts(generator: torch.Generator, sizes: Sizes) -> torch.Tensor:
+    """How many rows groups have; some have none."""
+    return _offsets(generator, sizes).diff()
 
 
 def _mask(generator: torch.Generator, sizes: Sizes) -> torch.Tensor:
@@ -264,8 +270,24 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
         tensors(normal("rows K"), normal("groups K N"), integers("rows/8", 0, "groups"), uniform("groups", 0.5, 2.0)),
         ("C",),
     ),
+    KernelCase(
+        "searched_grouped_matmul",
+        partial(sparse.searched_grouped_matmul, **_BLOCKS),
+        sparse.searched_grouped_matmul_reference,
+        _EXPERTS,
+        tensors(normal("rows K"), normal("groups K N"), _counts),
+        ("C",),
+    ),
     _product(schedules.hinted_matmul),
     _product(schedules.waves_matmul, programs=5, group=2),
+    KernelCase(
+        "waves_split_k",
+        partial(schedules.waves_split_k, **_BLOCKS, programs=5),
+        schedules.waves_split_k_reference,
+        _PARTS_OF_K,
+        tensors(normal("M K"), normal("K N")),
+        ("partial", "C"),
+    ),
     _causal("upper_product", "row"),
     _causal("lower_product", "zero"),
     _causal("backward_product", "back"),

@@ -26,7 +26,6 @@ from mesh_tensor.tir.rewrite import fill, neutral_element, over_elements, sequen
 
 from .cut import (
     Workspace,
-    check_binds,
     check_padding,
     is_live,
     make_workspace,
@@ -35,6 +34,7 @@ from .cut import (
     with_leading_dim,
     without_lost_prints,
 )
+from .scalars import computed_again
 
 #: By what they are for.
 _Workspaces = Mapping[LiveRange, Workspace]
@@ -84,11 +84,13 @@ class _Combiner:
 
     def made(self) -> Combination:
         analysis, at = self.analysis, self.at
-        check_binds(analysis.kernel.statements, at)
         if len({r.buffer for r in self.live}) < len(self.live):
             raise Blocked("a buffer has two values at the point where the kernel would be cut")
         again = {r: copy for r in self.live if (copy := reload(r, analysis, at)) is not None}
-        kept = [r for r in self.live if r not in again]
+        scalars = computed_again(
+            analysis, at, list(again.values()), [r.buffer for r in self.live if r not in self.parts]
+        )
+        kept = [r for r in self.live if r not in again and r.buffer not in scalars.buffers]
         for live_range in kept:
             check_padding(live_range, analysis)
         whole = {r: make_workspace(r, analysis, self.suffix) for r in kept}
@@ -99,7 +101,7 @@ class _Combiner:
         stmts = body_statements(analysis.kernel.root.body)
         restored = {r: w.restore() for r, w in whole.items() if is_live(r, at)}
         found = [_stand_in(r.buffer, said) for r, said in self.stood_in.items() if r in restored]
-        rest = [*again.values(), *restored.values(), *found, *stmts[at:]]
+        rest = [*scalars.stmts, *again.values(), *restored.values(), *found, *stmts[at:]]
         third = part_of(analysis, rest, [w for r, w in whole.items() if is_live(r, at)])
         third = without_lost_prints(third, analysis, at)
         return Combination(first, second, third, tuple(own.values()), (*whole.values(), *largest.values()))

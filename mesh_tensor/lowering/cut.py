@@ -24,6 +24,8 @@ from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import block_like, region_call, replace_block, sequence, tile_op
 from mesh_tensor.tir.user_reports import is_print, message_only, printed_buffers
 
+from .scalars import computed_again, is_computed_again
+
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
@@ -80,21 +82,18 @@ def cut(analysis: Analysis, at: int, suffix: str) -> tuple[tirx.PrimFunc, tirx.P
     live = [r for r in analysis.coordinates.ranges.all if not r.is_param and is_live(r, at)]
     if len({r.buffer for r in live}) < len(live):
         raise Blocked("a buffer has two values at the point where the kernel would be cut")
-    workspaces, again = [], []
-    idle: set[tirx.Stmt] = set()
+    again = {r: copy for r in live if (copy := reload(r, analysis, at)) is not None}
+    idle = {copy for r, copy in again.items() if not any(s.top < at for s, _ in r.reads)}
+    scalars = computed_again(analysis, at, list(again.values()), [r.buffer for r in live])
+    workspaces = []
     for live_range in live:
-        copy = reload(live_range, analysis, at)
-        if copy is not None:
-            again.append(copy)
-            if not any(s.top < at for s, _ in live_range.reads):
-                idle.add(copy)
-        else:
+        if live_range not in again and live_range.buffer not in scalars.buffers:
             check_padding(live_range, analysis)
             workspaces.append(make_workspace(live_range, analysis, suffix))
-    bound = _bound_again(analysis, at, [*again, *stmts[at:]])
     before = [stmt for stmt in stmts[:at] if stmt not in idle]
     first = part_of(analysis, [*before, *(w.save() for w in workspaces)], workspaces)
-    second = part_of(analysis, [*bound, *again, *(w.restore() for w in workspaces), *stmts[at:]], workspaces)
+    taken_over = [*scalars.stmts, *again.values(), *(w.restore() for w in workspaces)]
+    second = part_of(analysis, [*taken_over, *stmts[at:]], workspaces)
     second = without_lost_prints(second, analysis, at)
     return first, second, workspaces
 
@@ -129,41 +128,6 @@ def is_live(live_range: LiveRange, at: int) -> bool:
     return written_before and (used_after or partly_written)
 
 
-def check_binds(statements: Sequence[Statement], at: int) -> None:
-    """Raises Blocked for scalars that are loaded before the cut."""
-    for statement in statements:
-        if isinstance(statement.node, tirx.Bind) and statement.top < at and len(statement.loops) == 0:
-            raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
-        if (
-            isinstance(statement.node, tirx.Bind)
-            and statement.top < at
-            and all(x.kind == "grid" for x in statement.loops)
-        ):
-            raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
-
-
-def _bound_again(analysis: Analysis, at: int, after: Sequence[tirx.Stmt]) -> list[tirx.Stmt]:
-    """The scalars of whole programs that are bound before the cut and used `after` it, from what is the same there.
-
-    Raises Blocked where what they are loaded from is written, or is on chip."""
-    kernel, again = analysis.kernel, list[tirx.Stmt]()
-    needed = {var for stmt in after for var in _variables(stmt)}
-    binds = [s for s in kernel.statements if isinstance(s.node, tirx.Bind) and s.top < at and not s.conditions]
-    for statement in reversed([s for s in binds if all(loop.kind == "grid" for loop in s.loops)]):
-        if statement.node.var not in needed:
-            continue
-        sources = [access.buffer for access in statement.reads]
-        if statement.unknown or any(not kernel.is_param(b) or analysis.written(b.name) for b in sources):
-            raise Blocked(f"{statement.node.var.name} is loaded before the point where the kernel would be cut")
-        needed |= _variables(statement.node)
-        again.insert(0, statement.node)
-    return again
-
-
-def _variables(stmt: tirx.Stmt) -> set[tirx.Var]:
-    return set(nodes(stmt, tirx.Var))
-
-
 def check_padding(live_range: LiveRange, analysis: Analysis) -> None:
     """Where blocks reach past a dim's end, a workspace reads as 0: what was there may not count, or has to be 0."""
     for dim in range(len(live_range.buffer.shape)):
@@ -182,10 +146,18 @@ def reload(live_range: LiveRange, analysis: Analysis, at: int) -> tirx.Stmt | No
         return None
     if any(loop.kind not in ("grid", "tile") for loop in before[0].loops):
         return None
-    source = before[0].reads[0].buffer
-    if not analysis.kernel.is_param(source) or analysis.written(source.name):
+    if not analysis.kernel.is_param(before[0].reads[0].buffer):
         return None
-    return before[0].node
+    return before[0].node if all(_is_kept(a.buffer, before[0], analysis, at) for a in before[0].reads) else None
+
+
+def _is_kept(buffer: tirx.Buffer, reader: Statement, analysis: Analysis, at: int) -> bool:
+    """Whether what a statement read of a buffer can be read at a cut after it, too."""
+    if analysis.kernel.is_param(buffer):
+        return not analysis.written(str(buffer.name))
+    statements = analysis.kernel.statements
+    later = statements[statements.index(reader) :]
+    return is_computed_again(analysis, at, buffer) and not any(s.writes(buffer) for s in later if s.top < at)
 
 
 def make_workspace(live_range: LiveRange, analysis: Analysis, suffix: str) -> Workspace:

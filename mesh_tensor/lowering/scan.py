@@ -35,7 +35,7 @@ from mesh_tensor.tir.rewrite import (
     sequence,
 )
 
-from .cut import Workspace, check_binds, is_live, make_workspace, part_of, with_leading_dim
+from .cut import Workspace, is_live, make_workspace, part_of, with_leading_dim
 from .scan_scales import Scale, scale_of
 
 
@@ -72,7 +72,7 @@ class _Resumer:
         self.multiplied: set[Statement] = set()  # statements whose scales are multiplied up
 
     def made(self) -> Resumption:
-        check_binds(self.kernel.statements, self.scan.top)
+        self._check_binds()
         if len({part.held.buffer for part in self.scan.carried}) < len(self.scan.carried):
             raise Blocked("one buffer is carried as two states")
         named = {part: self._workspaces(part, "total") for part in self.scan.carried}
@@ -85,6 +85,14 @@ class _Resumer:
         rest = self._rest({part: w.one for part, w in starts.items()}, ends)
         totals = tuple(w.all for w in (*named.values(), *scales.values()))
         return Resumption(first, second, rest, totals, tuple(w.all for w in starts.values()), tuple(ends.values()))
+
+    def _check_binds(self) -> None:
+        """Raises Blocked for scalars that whole programs bind before the loop."""
+        before = [s for s in self.kernel.statements if isinstance(s.node, tirx.Bind) and s.top < self.scan.top]
+        for statement in before:
+            if all(loop.kind == "grid" for loop in statement.loops):
+                name = statement.node.var.name
+                raise Blocked(f"{name} is loaded before the point where the kernel would be cut")
 
     def _is_used_inside(self) -> bool:
         """Whether the loop does anything but carry its state."""

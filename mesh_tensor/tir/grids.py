@@ -1,4 +1,5 @@
-"""The kernels of a function: one `T.Kernel` after the other, each as a function of its own."""
+"""The kernels of a function: one `T.Kernel` after the other, each as a function of its own; and what is between the
+barriers of a whole grid (`T.sync_grid`)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 
+from .grid_barriers import without_grid_barriers
 from .nodes import function_name, nodes
 from .rewrite import sequence, statements
 
@@ -29,6 +31,7 @@ def grids_of(func: tirx.PrimFunc) -> Grids:
     Raises:
         MeshTensorError: something else stands between the kernels.
     """
+    func = without_grid_barriers(func)
     root = func.body.block if isinstance(func.body, tirx.SBlockRealize) else None
     stmts = statements(func.body if root is None else root.body)
     kernels = [stmt for stmt in stmts if _has_kernel(stmt)]

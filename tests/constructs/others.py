@@ -48,11 +48,11 @@ ROWS_OF_OTHERS = (
         " tl.mvb_stage_index",
     ),
     Row(
-        "clusters and the whole grid",
+        "clusters",
         "refused",
         _HARDWARE,
-        names="sync_grid ClusterKernel get_cluster_* cluster_* block_rank_in_cluster clc_* alloc_cluster_barrier",
-        ops="tl.sync_grid tl.cluster_* tl.block_rank_in_cluster tl.clc_* tl.ptx_cluster_store",
+        names="ClusterKernel get_cluster_* cluster_* block_rank_in_cluster clc_* alloc_cluster_barrier",
+        ops="tl.cluster_* tl.block_rank_in_cluster tl.clc_* tl.ptx_cluster_store",
     ),
     Row(
         "barriers between threads, asynchronous copies of one's own",

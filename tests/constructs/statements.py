@@ -204,6 +204,23 @@ def _two_kernels() -> Any:
     return two
 
 
+def _after_all_programs() -> Any:
+    @T.prim_func
+    def waiting(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
+        with T.Kernel(6, threads=32) as bx:
+            row = T.alloc_fragment((4,), "float32")
+            for i, j in T.Parallel(2, 4):
+                Y[bx * 2 + i, j] = 2.0 * X[11 - bx * 2 - i, j]
+            T.sync_grid()
+            for half in T.serial(2):
+                T.copy(Y[half * 6 + bx, 0], row)
+                for j in T.Parallel(4):
+                    row[j] = row[j] + 1.0
+                T.copy(row, Y[half * 6 + bx, 0])
+
+    return waiting
+
+
 def _per_thread() -> Any:
     @T.prim_func
     def per_thread(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
@@ -314,6 +331,15 @@ ROWS_OF_STATEMENTS = (
         "understood",
         "they run in order; what one leaves stays where it lies for the next, `alloc_global` between them too",
         examples=(Example("two kernels", _two_kernels, (X,), lambda x: 2 * x + 2),),
+    ),
+    Row(
+        "barriers of the whole grid",
+        "understood",
+        "at a kernel's outermost level, where all that is used on chip after one is filled there: what stands before"
+        " and after are several kernels",
+        names="sync_grid",
+        ops="tl.sync_grid",
+        examples=(Example("another program's row", _after_all_programs, (X,), lambda x: 2 * x[::-1] + 1),),
     ),
     Row(
         "thread indices",

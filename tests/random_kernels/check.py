@@ -17,7 +17,7 @@ from tests.other_machines import machine
 
 from .build import build
 from .reference import run_as_python
-from .spec import Case, Param
+from .spec import Case, Param, without_barriers
 
 #: `|actual - expected| <= tolerance * (|expected| + the largest |expected|)`, by the results' dtype.
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3}
@@ -80,14 +80,14 @@ def _random(param: Param, integers: bool, rng: np.random.Generator) -> np.ndarra
 def unsharded(case: Case, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What the kernel itself makes of `data`."""
     arrays = {name: array.copy() for name, array in data.items()}
-    interpret(build(case.source), list(arrays.values()))
+    interpret(build(without_barriers(case.source)), list(arrays.values()))
     return {param.name: arrays[param.name] for param in case.params if param.role != "in"}
 
 
 def as_python(case: Case, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The same, told by Python."""
     arrays = {name: array.copy() for name, array in data.items()}
-    run_as_python(case.source, arrays)
+    run_as_python(without_barriers(case.source), arrays)
     return arrays
 
 

@@ -39,6 +39,9 @@ class Block:
 
 Line = Block | str
 
+#: All programs wait for each other.
+BARRIER = "T.sync_grid()"
+
 
 @dataclass(frozen=True)
 class KernelSpec:
@@ -58,6 +61,11 @@ class KernelSpec:
         allocs = tuple(f'{b.name} = T.alloc_{b.scope}({b.shape}, "{b.dtype}")' for b in self.buffers)
         kernel = Block(f"def kernel({params})", (Block(header, (*allocs, *self.body)),))
         return "\n".join(["@T.prim_func", *render(kernel, 0)]) + "\n"
+
+
+def without_barriers(source: str) -> str:
+    """The source without barriers."""
+    return "\n".join(line for line in source.split("\n") if line.strip() != BARRIER)
 
 
 def render(line: Line, depth: int) -> Iterator[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from random import Random
 
 from hypothesis import strategies as st
 
 from .scene import Axis, Dim, Scene, Tile
-from .spec import Case, KernelSpec, Param
+from .spec import BARRIER, Case, KernelSpec, Line, Param, render
 from .stores import Stores
 from .views import with_views
 
@@ -33,8 +34,28 @@ def make_kernel(random: Random) -> tuple[KernelSpec, bool]:
     rest = _worth_storing(scene, 1 if not written else 0)
     for tile in [*rest, *(t for t in scene.tiles if t.home and t not in rest)]:
         stores.store(tile)
-    spec = KernelSpec(scene.sorted_params(), tuple(scene.grid), tuple(scene.buffers), tuple(scene.lines))
+    lines = _with_barrier(scene) if scene.chance(25) else scene.lines
+    spec = KernelSpec(scene.sorted_params(), tuple(scene.grid), tuple(scene.buffers), tuple(lines))
     return spec, scene.exact
+
+
+def _with_barrier(scene: Scene) -> list[Line]:
+    """The body with a barrier of the whole grid, where nothing that programs hold is used on both sides, if anywhere:
+    as programs have nothing to do with each other, it changes nothing."""
+
+    def names(lines: list[Line]) -> set[str]:
+        return set(re.findall(r"\w+", "\n".join(text for line in lines for text in render(line, 0))))
+
+    def held(lines: list[Line]) -> set[str]:
+        bound = {line.split(" = ")[0] for line in lines if isinstance(line, str) and re.match(r"\w+ = ", line)}
+        return names(lines) & (bound | {buffer.name for buffer in scene.buffers})
+
+    lines = list(scene.lines)
+    places = [n for n in range(1, len(lines)) if held(lines[:n]).isdisjoint(names(lines[n:]))]
+    if not places:
+        return lines
+    place = scene.pick(places)
+    return [*lines[:place], BARRIER, *lines[place:]]
 
 
 def _worth_storing(scene: Scene, least: int) -> list[Tile]:
@@ -206,6 +227,7 @@ def make_case(number: int) -> Case:
         blank=random.random() < 0.3,
         as_python=True,
         seed=number,
+        seen=frozenset({"barriers of the grid"} if BARRIER in kernel.body else ()),
     )
 
 

@@ -17,6 +17,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir.effects import FIX, FROM, changes_nothing, op_name, refuse_thread_groups
+from mesh_tensor.tir.grid_barriers import without_grid_barriers
 from mesh_tensor.tir.nodes import function_name, is_const
 from mesh_tensor.tir.reducers import parts_of
 from mesh_tensor.tir.rewrite import sequence
@@ -33,7 +34,7 @@ _IN_LOOP = {name: name for name in ("tirx.break_loop", "tirx.continue_loop")} | 
 
 def retarget_for_cpu(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The same kernel for TileLang's CPU back end, or a MeshTensorError that names what can't run on one."""
-    return _Retarget(func).run()
+    return _Retarget(without_grid_barriers(func)).run()
 
 
 class _Retarget:

@@ -13,6 +13,7 @@ from tvm import tirx
 from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.tir.effects import refuse_thread_groups
+from mesh_tensor.tir.grid_barriers import without_grid_barriers
 from mesh_tensor.tir.nodes import function_name
 
 from .expressions import compile_expr
@@ -66,6 +67,7 @@ class _Program:
 @lru_cache(maxsize=512)
 def _compiled(func: tirx.PrimFunc, poison: bool) -> _Program:
     refuse_thread_groups(func, "interpret")
+    func = without_grid_barriers(func)
     scope = FunctionScope(poison)
     with np.errstate(all="ignore"):
         buffers = {hash(param): buffer for param, buffer in func.buffer_map.items()}

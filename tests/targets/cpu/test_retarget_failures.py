@@ -44,7 +44,8 @@ def test_a_statement_of_gpus():
     @T.prim_func
     def grid_barrier(X: T.Tensor((128,))):
         with T.Kernel(2, threads=128):
-            T.sync_grid()
+            for _ in T.serial(2):
+                T.sync_grid()
             T.clear(X)
 
     message = refusal(grid_barrier)
