@@ -74,6 +74,7 @@ class Tuning:
     """Sizes from which one way of doing something beats another, on the processor that a Machine describes.
 
     elements_per_thread  elements of a copy that make up for handing them to another thread
+    seconds_per_thread   seconds of an operator that make up for handing it to another thread
     kept_memory          bytes of tiles' memory that are kept for later tiles
     fresh_memory         bytes from which memory is taken from the system, and kept
     rotate_from          bytes to everybody that are sent peer by peer from where they lie
@@ -87,6 +88,7 @@ class Tuning:
     """
 
     elements_per_thread: int = 1 << 20
+    seconds_per_thread: float = 1e-4
     kept_memory: int = 1 << 28
     fresh_memory: int = 1 << 20
     rotate_from: int = 1 << 20

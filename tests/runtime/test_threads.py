@@ -6,8 +6,11 @@ import threading
 import time
 
 import pytest
+import torch
 
+import mesh_tensor as mt
 from mesh_tensor.runtime.elementwise import DeviceThreads, cores, device_threads
+from mesh_tensor.runtime.virtual import virtual_mesh
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -85,3 +88,24 @@ def test_python_ends_while_a_helper_is_busy():
 def test_one_set_of_threads_per_process():
     assert device_threads() is device_threads()
     assert cores() >= 1
+
+
+@pytest.mark.parametrize(("side", "threads"), [(16, 1), (1024, 2)])
+def test_devices_hand_on_operators_that_take_long_enough(monkeypatch, side, threads):
+    """Handing on an operator of a few microseconds takes longer than the operator."""
+    pool, seen = DeviceThreads(2), set()
+    monkeypatch.setattr(virtual_mesh, "device_threads", lambda: pool)
+    run_all = virtual_mesh._run_all
+
+    def watched(work, count, run):
+        run_all(lambda index: (seen.add(threading.get_ident()), time.sleep(0.01), work(index)), count, run)
+
+    monkeypatch.setattr(virtual_mesh, "_run_all", watched)
+    linear = torch.nn.Linear(side, side)
+    x = torch.randn(2 * side, side)
+    module = mt.from_torch(torch.export.export(linear, (x,)), check=False)
+    run = mt.distribute_module(module.mod, {"x": 2}, {"input": {"x": 0}}, weights=module.params)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), linear(x))
+    pool.close()
+    assert len(seen) == threads

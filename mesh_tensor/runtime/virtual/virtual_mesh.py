@@ -1,7 +1,7 @@
 """The virtual mesh: every device of a mesh in one process, on the cores of a CPU or on one GPU.
 
-Devices run a kernel step at the same time, in threads; a collective copies between their tiles. Memory is a list of
-tiles, one per device, per storage.
+Devices run a kernel step at the same time, in threads, and an operator where that makes up for handing it on; a
+collective copies between their tiles. Memory is a list of tiles, one per device, per storage.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from operator import add
 
 import torch
 
+from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
 from mesh_tensor.program.verify import verify_collective
+from mesh_tensor.rules.operator.cost import operator_work
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, device_threads
 from mesh_tensor.runtime.loops import LoopAction, LoopTiles
@@ -119,6 +121,7 @@ class VirtualMesh:
             tuple([self.layouts[name] for name in step.results]) if poison else None,
             totals_of(step, results, self._totals),
             alike=not differs and not poison and last,
+            apart=operator_work(step.call, CPU).seconds >= CPU.tuning.seconds_per_thread,
         )
 
     def collective(self, step: CollectiveStep) -> Action | None:
@@ -189,8 +192,8 @@ class VirtualMesh:
 class _OpAction:
     """All devices call an operator, each its function of `by_rank`, on the storages `names`; what they make are
     `results`, of so many bytes each. `poisoned`: the layouts of these, if padding is poisoned; `totals`: what they are
-    added to, where it is held; `alike`: devices with the same operands share results. (One object: a plan has
-    thousands, which the garbage collector looks at.)"""
+    added to, where it is held; `alike`: devices with the same operands share results; `apart`: devices work at the same
+    time, as there is enough to do. (One object: a plan has thousands, which the garbage collector looks at.)"""
 
     by_rank: Sequence[TileFunction]
     names: tuple[str, ...]
@@ -199,6 +202,7 @@ class _OpAction:
     poisoned: tuple[Layout, ...] | None
     totals: tuple[str, ...]
     alike: bool
+    apart: bool
 
     def __call__(self, memory: Memory) -> None:
         by_rank, poisoned = self.by_rank, self.poisoned
@@ -220,7 +224,7 @@ class _OpAction:
             if poisoned is not None:
                 made[rank] = [layout.poisoned(t, rank) for layout, t in zip(poisoned, made[rank], strict=True)]
 
-        _run_apart(of_device, len(work))
+        _run_all(of_device, len(work), device_threads().run if self.apart else _one_by_one)
         for position, (name, size) in enumerate(zip(self.results, self.sizes, strict=True)):
             memory.hold(name, [made[leader][position] for leader in leaders], size)
 
@@ -236,15 +240,15 @@ def _leaders(operands: list[tuple[torch.Tensor, ...]]) -> list[int]:
     return [first.setdefault(tuple(map(id, tiles)), rank) for rank, tiles in enumerate(operands)]
 
 
-def _run_apart(work: Callable[[int], None], count: int) -> None:
-    """Devices at the same time, torch in each of them with one thread; a single one with all of torch's threads."""
+def _run_all(work: Callable[[int], None], count: int, run: Callable[[Callable[[int], None], int], None]) -> None:
+    """Devices as `run` does it, torch in each of them with one thread; a single one with all of torch's threads."""
     threads = torch.get_num_threads()
     if count == 1 or threads == 1:
-        device_threads().run(work, count)
+        run(work, count)
         return
     torch.set_num_threads(1)
     try:
-        device_threads().run(work, count)
+        run(work, count)
     finally:
         torch.set_num_threads(threads)
 
