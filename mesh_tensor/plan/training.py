@@ -88,7 +88,7 @@ def training_function(
     values = {value.name: value for value in graph.params if value.name in parameters}
     scale = _scale(writer.emit, list(gradients.values()), clip_norm, loss_scale)
     numbers = relax.Var(NUMBERS_NAME, info_of(NUMBERS))
-    slots = {name: _slots(optimizer, value) for name, value in values.items()}
+    slots = {name: _slots(optimizer, value, writer) for name, value in values.items()}
     update = Updates(optimizer, writer, numbers, scale)
     made = {  # in the order of the gradients: the first ones are updated while the last ones are on their way
         name: update(name, joint.env[value], gradients[name], list(slots[name].values()))
@@ -138,10 +138,10 @@ def _gradients(
     return Accumulated(joint, joint.env[loss], gradients, copies)
 
 
-def _slots(optimizer: AnyOptimizer, value: Value) -> dict[str, relax.Var]:
+def _slots(optimizer: AnyOptimizer, value: Value, writer: Writer) -> dict[str, relax.Var]:
     kept = slots_of(optimizer, value.type.dtype)
     infos = {slot: relax.TensorStructInfo(value.type.shape, dtype) for slot, dtype in kept.items()}
-    return {slot: relax.Var(f"opt_{slot}_{value.name}", info) for slot, info in infos.items()}
+    return {slot: writer.kept(f"opt_{slot}_{value.name}", info) for slot, info in infos.items()}
 
 
 def _source_names(names: dict[str, str], slots: dict[str, dict[str, relax.Var]]) -> dict[str, str]:
