@@ -81,14 +81,10 @@ class Gradients:
         wanted = [name for name, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad]
         if not wanted or not torch.is_grad_enabled() or any(isinstance(v, MeshTensor) for v in given.values()):
             return run
-        missing = [name for name in wanted if name not in self._gives]
-        problems = [f"parameter {n!r} requires a gradient, and none of them writes {_PREFIX}{n}" for n in missing]
         filled = [name for name in given if name in self._outputs]
-        problems += [f"parameter {name!r} is written into: autograd records results that are made" for name in filled]
-        if problems:
-            names = listing([kernel.signature.name for kernel in self.kernels])
-            fix = "pass what the kernel reads only; .detach() what needs no gradient, or add a backward kernel for it"
-            refuse(problems, where=f"call of kernel {self._name!r}, backward kernels ({names})", fix=fix)
+        self._refuse_lost(
+            wanted, [f"parameter {name!r} is written into: autograd records results that are made" for name in filled]
+        )
         return lambda tensors, returned, *more: self._recorded(run, tensors, returned, *more)
 
     def _recorded(self, run: Run, given: Mapping[str, Any], returned: Sequence[str], *more: Any) -> Sequence[Any]:
@@ -100,6 +96,15 @@ class Gradients:
 
         call = _Call(self, forward, tuple(tensors), tuple(returned), others)
         return _Recorded.apply(call, *tensors.values())
+
+    def _refuse_lost(self, wanted: Sequence[str], problems: Sequence[str] = ()) -> None:
+        """Refuse `wanted` gradients that no backward kernel writes, and a call with other problems."""
+        missing = [name for name in wanted if name not in self._gives]
+        lost = [f"parameter {n!r} requires a gradient, and none of them writes {_PREFIX}{n}" for n in missing]
+        if lost or problems:
+            names = listing([kernel.signature.name for kernel in self.kernels])
+            fix = "pass what the kernel reads only; .detach() what needs no gradient, or add a backward kernel for it"
+            refuse([*lost, *problems], where=f"call of kernel {self._name!r}, backward kernels ({names})", fix=fix)
 
     def _refuse_unread(self, grads: Mapping[str, torch.Tensor | None]) -> None:
         """Refuse gradients that no backward kernel takes into account; those of results that nothing uses are 0."""
@@ -132,6 +137,7 @@ class Gradients:
         """The gradients with respect to the `wanted` inputs of the call whose context it is; `grads`: those with
         respect to its results; `run`: what computes each of the kernels; `others`: its arguments that are no tensors.
         """
+        self._refuse_lost(wanted)
         self._refuse_unread(grads)
         known = {**others, **dict(zip(ctx.kept, ctx.saved_tensors, strict=True))}
         known |= {_PREFIX + name: grad.contiguous() for name, grad in grads.items() if grad is not None}

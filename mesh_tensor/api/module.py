@@ -193,14 +193,20 @@ _BYTES = 4  # of an element
 
 
 def with_axes(sharding: Sharding, shape: tuple[int, ...], axes: Iterable[str]) -> Sharding:
-    """The layout with more axes, all on one dim: the first that all axes on it divide, so that tiles lie in one piece;
-    else as it is."""
+    """The layout with more axes, all on one dim: the first that nothing splits and that they divide, so that tiles lie
+    in one piece; else, of a tensor with several dims, the first that all axes on it divide; else, of a large tensor,
+    the largest that nothing splits; else as it is."""
     axes = [axis for axis in axes if sharding.dim_of(axis) is None]
     added = math.prod(sharding.mesh.size(axis) for axis in axes)
     fitting = [dim for dim, size in enumerate(shape) if size and size % (sharding.num_shards(dim) * added) == 0]
-    if not axes or not fitting:
+    # Where another axis splits a dim first, gradients that are scattered along it lie in another order than the mesh's.
+    whole = [dim for dim in fitting if sharding.num_shards(dim) == 1]
+    large = math.prod(shape) * _BYTES >= CPU.bytes_per_start
+    free = [dim for dim, size in enumerate(shape) if large and size >= added and sharding.num_shards(dim) == 1]
+    dims = whole or (fitting if len(shape) > 1 else []) or sorted(free, key=lambda dim: -shape[dim])
+    if not axes or not dims:
         return sharding
-    placements = sharding.placements() | dict.fromkeys(axes, Shard(fitting[0]))
+    placements = sharding.placements() | dict.fromkeys(axes, Shard(dims[0]))
     return Sharding.of(sharding.mesh, sharding.ndim, placements)
 
 

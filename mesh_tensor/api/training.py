@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,10 +23,18 @@ from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, AnyOptimize
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 from .training_checks import check_gradients, check_loss
-from .training_import import ImportedLoss, Parts, imported_loss, microbatches_of, microbatches_of_module
-from .training_optimizer import LossScale, Rule, any_optimizer
+from .training_import import (
+    ImportedLoss,
+    Parts,
+    check_names,
+    imported_loss,
+    microbatches_of,
+    microbatches_of_module,
+)
+from .training_optimizer import COUNTS, LossScale, Rule, any_optimizer
 
 Schedule = Callable[[int], float]
+_LARGEST_LR = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +81,10 @@ class TrainingStep:
         factor: object = 1.0 if self.schedule is None else self.schedule(step)
         if isinstance(factor, torch.Tensor) and factor.numel() == 1:
             factor = factor.item()
-        if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+        rate = lr * float(factor) if isinstance(factor, Real) else float("nan")
+        if not abs(rate) <= _LARGEST_LR:
             refuse(f"schedule({step}) is {shown(factor)}", fix="return what the learning rate is multiplied with")
-        return torch.tensor(self.optimizer.numbers(step + 1, lr * factor), dtype=torch.float64)
+        return torch.tensor(self.optimizer.numbers(step + 1, rate), dtype=torch.float64)
 
 
 def training_step(
@@ -145,7 +154,7 @@ def training_step(
     batch = tuple(inputs)
     parts = None if accumulate == 1 else microbatches_of(batch, accumulate)
     if parts is not None:
-        with imported_loss(model, loss, batch) as found:
+        with imported_loss(model, loss, batch, gradients=False) as found:
             parts = replace(parts, whole=found.module.mod)
     with imported_loss(model, loss, batch if parts is None else parts.first) as found:
         step = _step(found, asked, parts)
@@ -187,6 +196,7 @@ def _checked_seed(seed: object) -> int:
 
 def _step(found: ImportedLoss, asked: _Asked, parts: Parts | None = None) -> TrainingStep:
     module = found.module
+    check_names(module, asked.optimizer.slots, COUNTS)
     written = [name for name, ours in module.names.items() if ours in found.buffers]
     if parts is not None and found.buffers:
         refuse(

@@ -3,7 +3,7 @@ may come in microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -21,6 +21,8 @@ from mesh_tensor.importers.torch_dropout import counted, has_seed
 from mesh_tensor.importers.torch_exact import interpreted
 from mesh_tensor.importers.torch_frontend import from_torch
 from mesh_tensor.plan.accumulate import Microbatches
+from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME
+from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 Loss = Callable[..., torch.Tensor] | None
 Tensors = tuple[torch.Tensor, ...]
@@ -50,9 +52,9 @@ class ImportedLoss:
 
 
 @contextmanager
-def imported_loss(model: Any, loss: Loss, inputs: Tensors) -> Iterator[ImportedLoss]:
+def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = True) -> Iterator[ImportedLoss]:
     """The module of a model and its loss; while it is used, the model's buffers are as one step leaves them, and
-    afterwards as they were.
+    afterwards as they were. `gradients`: these can be taken of torch's loss, for which activations are held.
 
     Raises:
         MeshTensorError: the model is none of torch's, there are no inputs, or it can't be imported.
@@ -73,7 +75,7 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors) -> Iterator[ImportedL
         refuse("training_step without inputs", fix="pass example inputs, of the sizes that are trained with")
     before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     try:
-        with torch.enable_grad():
+        with torch.set_grad_enabled(gradients):
             value = model(*inputs) if loss is None else loss(model(*inputs[:-1]), inputs[-1])
         written = {name: kept for name, (buffer, kept) in before.items() if not torch.equal(buffer, kept)}
         yield _imported(model, loss, inputs, written, value)
@@ -132,12 +134,24 @@ def _imported(
         names[len(inputs) - 1] = "target"
     count = len(given)
     taken = [param.name_hint for param in module.mod["main"].params[count:]]
-    fresh = Fresh(taken)
+    fresh = Fresh([*taken, NUMBERS_NAME, LOSS_SCALE_NAME, SEED_NAME])
     names = [fresh.name(name) for name in names]
     ours = identifiers(list(written), [*taken, *names])
     module = _renamed(module, [*names, *ours.values()])
     module = replace(module, names={**module.names, **ours})
     return ImportedLoss(module, {ours[name]: kept for name, kept in written.items()}, value, seeded, program)
+
+
+def check_names(module: ImportedModule, slots: Sequence[str], counts: Collection[str]) -> None:
+    """Refuse a module with names that a step has for what it keeps: per parameter `slots`, and the numbers `counts`."""
+    own, theirs = {NUMBERS_NAME, LOSS_SCALE_NAME}, {ours: name for name, ours in reversed(module.names.items())}
+    names = [param.name_hint for param in module.mod["main"].params]
+    clashes = [name for name in names if name in own or (name == SEED_NAME and name in module.params)]
+    kept = {*counts, *(f"opt.{slot}.{name}" for slot in slots for name in module.names)}
+    problems = [f"{theirs.get(name, name)!r} is called as something of the step's own" for name in clashes]
+    problems += [f"{name!r} is called as something that the step keeps" for name in module.names if name in kept]
+    if problems:
+        refuse(problems, where="training_step", fix="give it another name in the model")
 
 
 def loss_of(program: torch.export.ExportedProgram, model: nn.Module, given: Tensors) -> torch.Tensor:

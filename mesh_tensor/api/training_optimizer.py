@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from tvm import relax
 
-from mesh_tensor.base.errors import listing, refuse, shown
-from mesh_tensor.base.optimizer import Optimizer, is_number
+from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
+from mesh_tensor.base.optimizer import MASTER, Optimizer, is_number
 from mesh_tensor.importers.torch_frontend import from_torch
 from mesh_tensor.plan.training import AnyOptimizer, WrittenOptimizer
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -55,6 +55,12 @@ def _slots(rule: Rule) -> tuple[str, ...]:
             fix="def rule(parameter, gradient, lr, step, *, average): ...; return new_parameter, {'average': ...}: "
             "what comes after the asterisk is kept per parameter, and zero at first",
         )
+    if MASTER in rest:
+        refuse(
+            f"an optimizer that keeps {MASTER!r}",
+            why="that is what the value in float32 of a parameter in 16 bits is called",
+            fix="give what it keeps another name",
+        )
     return tuple(rest)
 
 
@@ -66,8 +72,9 @@ class _Step(nn.Module):
         self._rule, self._slots = rule, slots
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The new parameter, the new slots."""
-        found = self._rule(*tensors[:4], **dict(zip(self._slots, tensors[4:], strict=True)))
+        """The new parameter, the new slots. The rule may write what it is given."""
+        given = [tensor.clone() for tensor in tensors]
+        found = self._rule(*given[:4], **dict(zip(self._slots, given[4:], strict=True)))
         if not isinstance(found, tuple) or len(found) != 2 or set(found[1]) != set(self._slots):
             refuse(
                 f"the optimizer gives {shown(found)}",
@@ -81,8 +88,14 @@ def _imported(rule: Rule, name: str, slots: tuple[str, ...], shape: tuple[int, .
     parameter, gradient = torch.rand(shape, dtype=dtype), torch.rand(shape, dtype=dtype)
     kept = [torch.rand(shape, dtype=dtype) for _ in slots]
     numbers = torch.tensor(1e-3), torch.tensor(1.0)
-    module = from_torch(torch.export.export(_Step(rule, slots), (parameter, gradient, *numbers, *kept), strict=False))
+    module = from_torch(_exported(rule, name, slots, (parameter, gradient, *numbers, *kept)))
     function = module.mod["main"]
+    if len(function.params) != 4 + len(slots):
+        refuse(
+            "it drops what follows from a seed",
+            where=f"optimizer {name!r}",
+            fix="make random numbers before the step, and pass them with the batch",
+        )
     fields = getattr(function.struct_info.ret, "fields", [function.struct_info.ret])
     found = [(tuple(map(int, field.shape)), torch_dtype(field.dtype)) for field in fields]
     if module.params or found != [(shape, dtype)] * (1 + len(slots)):
@@ -97,6 +110,21 @@ def _imported(rule: Rule, name: str, slots: tuple[str, ...], shape: tuple[int, .
     return function.without_attr("global_symbol")
 
 
+def _exported(rule: Rule, name: str, slots: tuple[str, ...], given: Any) -> torch.export.ExportedProgram:
+    """What torch records of the rule."""
+    try:
+        return torch.export.export(_Step(rule, slots), given, strict=False)
+    except MeshTensorError:
+        raise
+    except Exception as error:  # whatever torch, or the rule's own code, raises while it is recorded
+        return refuse(
+            "torch.export can't record the optimizer",
+            where=f"optimizer {name!r}",
+            why=str(error).strip().partition("\n")[0],
+            fix="write it without branches on values: torch.where(step > 1, ..., ...); lr and step are tensors",
+        )
+
+
 def _as_tuple(function: relax.Function) -> relax.Function:
     """The function with its one result in a tuple."""
     builder = relax.BlockBuilder()
@@ -105,7 +133,8 @@ def _as_tuple(function: relax.Function) -> relax.Function:
     return builder.normalize(relax.Function(function.params, inner, result, function.is_pure, function.attrs))
 
 
-LOSS_SCALE, GOOD_STEPS = "opt.loss_scale", "opt.loss_scale_steps"
+STEP, LOSS_SCALE, GOOD_STEPS = "opt.step", "opt.loss_scale", "opt.loss_scale_steps"
+COUNTS = (STEP, LOSS_SCALE, GOOD_STEPS)  # what of a run's state is a number
 _FIRST, _LARGEST, _INTERVAL = 2.0**16, 2.0**24, 2000  # torch.amp.GradScaler's first scale and interval
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
-from mesh_tensor.base.optimizer import IMPLIED, MOST_LR, SLOT_NORM, is_number
+from mesh_tensor.base.optimizer import IMPLIED, MOST_LR, SLOT_NORM, Optimizer, is_number
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
@@ -19,11 +19,10 @@ from mesh_tensor.runtime.overwriting import Leave, finishing
 
 from .module_launch import parts_of
 from .training import TrainingStep
+from .training_optimizer import STEP
 
 if TYPE_CHECKING:
     from .mesh_module import MeshModule
-
-STEP = "opt.step"
 
 
 class TrainingRun:
@@ -43,7 +42,8 @@ class TrainingRun:
         self._bounded, self._lost = False, ""  # whether the state may be overwritten; why there is none any more
         self._first = {name: tensor.clone() for name, tensor in step.state.items()}  # which their owner may write
         slots = [(mine.slots, slot) for mine in step.kept for slot in mine.slots]
-        implied = {mine[slot] for mine, slot in slots if IMPLIED.get(slot) in mine}
+        means = IMPLIED if isinstance(step.optimizer, Optimizer) else {}  # others may keep anything under these names
+        implied = {mine[slot] for mine, slot in slots if means.get(slot) in mine}
         finite = [name for name, first in step.state.items() if not not_finite({name: (first,)})]
         self._watched = [name for name in finite if name not in implied]
 
@@ -64,7 +64,7 @@ class TrainingRun:
         if self._scale is not None:
             tensors[LOSS_SCALE_NAME] = torch.tensor(self._scale.value, dtype=torch.float32)
         state = self._kept
-        leave = Leave(self._bounded and float(tensors[NUMBERS_NAME][0]) <= MOST_LR)
+        leave = Leave(self._bounded and abs(float(tensors[NUMBERS_NAME][0])) <= MOST_LR)
         with finishing(leave):
             return self._stepped(tensors, state, leave)
 

@@ -28,8 +28,7 @@ def find_carried(
     """The values that are handed on partial, each with a layout that says over which axes; and the decisions, of which
     some are others so that pending sums meet (see `_meeting`)."""
     uses = graph.uses()
-    asked = {node.outputs[0] for node in graph.nodes if operator_name(node.call) == NARROWED}
-    widened = widened_values(graph, uses) | asked  # narrow sums that are added as they are, because somebody asked
+    widened = widened_values(graph, uses)
     meeting = _meeting(graph, atoms, decisions, uses, widened, layouts.order)
     while True:
         tried = {**decisions, **meeting}
@@ -214,9 +213,9 @@ def _is_narrow_sum(value: Value, left: Pending, widened: Collection[Value]) -> b
 
 def widened_values(graph: Graph, uses: Mapping[Value, list[tuple[Node, int]]]) -> set[Value]:
     """Low-precision values of which nothing is made but float32, perhaps with other dims: parts of sums may stay
-    float32 all the way."""
+    float32 all the way. Those that somebody asks to add up as they are do not."""
     others, found = {*leaves(graph.result), *graph.annotations}, set[Value]()
-    for node in reversed(graph.nodes):
+    for node in reversed([node for node in graph.nodes if operator_name(node.call) != NARROWED]):
         for value in node.outputs:
             users = [user for user, _ in uses.get(value, ())]
             narrow = value.type.dtype in NARROW and value not in others

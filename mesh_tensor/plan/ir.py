@@ -120,8 +120,8 @@ class GraphLoop:
 
 @dataclass(eq=False)
 class Graph:
-    """`nodes` in an order in which they can run; `result` is what the function returns. `state`: results that lie as
-    the parameter that they replace in the next call. `stored`: parameters that are in another order than the
+    """`nodes` in an order in which they can run; `result` is what the function returns. `state`: by parameter the
+    result that replaces it in the next call, and lies as it. `stored`: parameters that are in another order than the
     caller's. `prices`: what plans of it are priced by. `loops`: by the scope that their nodes stand in. `manual`: the
     axes of manual computations."""
 

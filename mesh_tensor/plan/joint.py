@@ -60,6 +60,10 @@ class Writer:
         """A parameter of the type of a value."""
         return relax.Var(name, value.info)
 
+    def kept(self, name: str, info: relax.StructInfo) -> relax.Var:
+        """A parameter under a name that nothing else has."""
+        return relax.Var(self._fresh.name(name), info)
+
     def copy(self, value: Value) -> Value:
         """Another value of the type, under a name of its own."""
         return Value(self._fresh.name(value.name), value.type)

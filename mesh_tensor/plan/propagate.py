@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.dtypes import NARROW
+from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
 from mesh_tensor.rules.operator.rule import OpRule, atoms_of
 
@@ -55,9 +56,32 @@ def propagate(graph: Graph, atoms: Atoms, late: Late | None = None) -> Layouts:
         conflicts = list(spread.conflicts())
     order = _order(graph)
     layouts = _layouts(graph, atoms, spread, order)
-    layouts |= {result: layouts[replaced] for result, replaced in graph.state.items()}
+    layouts |= _state(graph, layouts)
     layouts |= _stated_partial(graph, layouts)
     return Layouts(layouts, list(dict.fromkeys(conflicts)), order)
+
+
+def _state(graph: Graph, layouts: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
+    """The layouts of results that replace parameters in the next call: those of the parameters.
+
+    Raises:
+        MeshTensorError: a result replaces several, or is another one, and they lie differently.
+    """
+    found = {replaced: layouts[replaced] for replaced in graph.state}
+    problems = []
+    for replaced, result in graph.state.items():
+        if found.setdefault(result, layouts[replaced]) != layouts[replaced]:
+            problems.append(
+                f"{replaced.name!r} lies as '{layouts[replaced]}', and what replaces it as '{found[result]}'"
+            )
+    if problems:
+        refuse(
+            problems,
+            where=f"what module function {graph.name!r} keeps between calls",
+            why="one value replaces several of them, or is another one of them",
+            fix="state the same layout for all of these",
+        )
+    return found
 
 
 def _turns(

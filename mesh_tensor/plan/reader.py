@@ -86,10 +86,10 @@ def _check_groups(graph: Graph) -> None:
 
 
 def _state(func: relax.Function, params: list[Value], body: Tree) -> dict[Value, Value]:
-    """Results that replace a parameter in the next call."""
+    """By parameter the result that replaces it in the next call."""
     by_name = {param.name: param for param in params}
     attr, results = (func.attrs or {}).get(STATE_ATTR, {}), leaves(body)
-    return {results[int(number)]: by_name[name] for name, number in attr.items()}
+    return {by_name[name]: results[int(number)] for name, number in attr.items()}
 
 
 class GraphReader:

@@ -86,9 +86,12 @@ def training_function(
         gradients = {name: joint.writer.emit(call, f"d_{name}") for name, call in narrow.items()}
     writer, graph = joint.writer, joint.graph
     values = {value.name: value for value in graph.params if value.name in parameters}
+    if isinstance(optimizer, WrittenOptimizer):  # widened once: what clips them takes the same sums
+        wide = {name: "float32" if v.type.dtype in NARROW else v.type.dtype for name, v in values.items()}
+        gradients = {name: _typed(writer.emit, gradient, wide[name]) for name, gradient in gradients.items()}
     scale = _scale(writer.emit, list(gradients.values()), clip_norm, loss_scale)
     numbers = relax.Var(NUMBERS_NAME, info_of(NUMBERS))
-    slots = {name: _slots(optimizer, value) for name, value in values.items()}
+    slots = {name: _slots(optimizer, value, writer) for name, value in values.items()}
     update = Updates(optimizer, writer, numbers, scale)
     made = {  # in the order of the gradients: the first ones are updated while the last ones are on their way
         name: update(name, joint.env[value], gradients[name], list(slots[name].values()))
@@ -138,10 +141,10 @@ def _gradients(
     return Accumulated(joint, joint.env[loss], gradients, copies)
 
 
-def _slots(optimizer: AnyOptimizer, value: Value) -> dict[str, relax.Var]:
+def _slots(optimizer: AnyOptimizer, value: Value, writer: Writer) -> dict[str, relax.Var]:
     kept = slots_of(optimizer, value.type.dtype)
     infos = {slot: relax.TensorStructInfo(value.type.shape, dtype) for slot, dtype in kept.items()}
-    return {slot: relax.Var(f"opt_{slot}_{value.name}", info) for slot, info in infos.items()}
+    return {slot: writer.kept(f"opt_{slot}_{value.name}", info) for slot, info in infos.items()}
 
 
 def _source_names(names: dict[str, str], slots: dict[str, dict[str, relax.Var]]) -> dict[str, str]:
@@ -163,6 +166,10 @@ def _seed(loss_scale: relax.Var | None, writer: Writer, loss: Value) -> relax.Ex
     return emit(relax.op.reshape(scale, loss.type.shape), SEED)
 
 
+def _typed(emit: Emit, gradient: relax.Expr, dtype: str) -> relax.Expr:
+    return gradient if gradient.struct_info.dtype == dtype else emit(relax.op.astype(gradient, dtype))
+
+
 def _scale(
     emit: Emit, gradients: list[relax.Expr], clip_norm: float | None, loss_scale: relax.Var | None
 ) -> relax.Expr | None:
@@ -172,7 +179,7 @@ def _scale(
     back = None if loss_scale is None else emit(relax.op.divide(one, loss_scale))
     if clip_norm is None:
         return back
-    wide = [emit(relax.op.astype(g, "float32")) if g.struct_info.dtype != "float32" else g for g in gradients]
+    wide = [_typed(emit, gradient, "float32") for gradient in gradients]
     total: relax.Expr | None = None
     for gradient in wide:
         square = emit(relax.op.sum(emit(relax.op.multiply(gradient, gradient))))
@@ -238,8 +245,6 @@ class Updates:
         emit, narrow = self._writer.emit, parameter.struct_info.dtype
         wide = slots[-1] if narrow in NARROW else parameter
         shape, dtype = tuple(map(int, wide.struct_info.shape)), wide.struct_info.dtype
-        if gradient.struct_info.dtype != dtype:
-            gradient = emit(op.astype(gradient, dtype))
         if self._scale is not None:
             factor = self._scale if dtype == "float32" else emit(op.astype(self._scale, dtype))
             gradient = emit(op.multiply(gradient, factor))

@@ -115,7 +115,7 @@ class _Programmer:
         results = dict(zip(leaves(graph.result), forms_in(explicit.result), strict=True))
         returned = {form.name for form in forms_in(explicit.result)}
         forms = {form.value: form.name for form in explicit.params if form.name not in returned}
-        state = {forms[replaced]: results[result].name for result, replaced in graph.state.items() if replaced in forms}
+        state = {forms[replaced]: results[result].name for replaced, result in graph.state.items() if replaced in forms}
         lasting = self._finished(steps, parameters, {} if graph.loops else state)
         bulk = checked(
             Program(graph.name, graph.mesh, parameters, self._values, lasting, partial(module_decisions, explicit))

@@ -197,7 +197,7 @@ def plan_graph(graph: Graph, atoms: Atoms, options: PlanOptions = PlanOptions())
     stored = graph.stored
     ports = [Port(f.name, f.dtype, atoms.of[f.value], f.sharding, stored.get(f.value)) for f in forms]
     results = dict(zip(leaves(graph.result), forms_in(explicit.result), strict=True))
-    state = {replaced.name: results[result].name for result, replaced in graph.state.items()}
+    state = {replaced.name: results[result].name for replaced, result in graph.state.items()}
     params = tuple(value.name for value in graph.params)
     return ModulePlan(made, tuple(ports), params, state, index_checks(graph), graph.mesh, lambda: stages)
 

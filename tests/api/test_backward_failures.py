@@ -1,5 +1,6 @@
 """Backward kernels that are none, and calls that autograd can't record: refused by name."""
 
+import pytest
 import tilelang.language as T
 import torch
 
@@ -87,6 +88,17 @@ def test_gradient_that_no_kernel_computes():
     assert "parameter 'B' requires a gradient, and none of them writes d_B" in text
     assert "where: call of kernel 'matmul_kernel', backward kernels ('matmul_d_A_kernel')" in text
     kernel(a, b.detach()).sum().backward()
+    torch.testing.assert_close(a.grad, torch.ones(5, 6) @ b.detach().T)
+
+
+@pytest.mark.parametrize("compiled_by", [None, "aot_eager"])
+def test_an_operation_with_a_gradient_that_no_kernel_computes(compiled_by):
+    op = mt.as_custom_op(compiled(D_A), f"half_learned_{compiled_by}")
+    call = op if compiled_by is None else torch.compile(lambda *x: op(*x) * 1, fullgraph=True, backend=compiled_by)
+    a, b = (torch.randn(shape, requires_grad=True) for shape in [(5, 7), (7, 6)])
+    with pytest.raises(Exception, match="'B' requires a gradient, and none of them writes d_B"):  # torch may wrap it
+        call(a, b).sum().backward()
+    call(a, b.detach()).sum().backward()
     torch.testing.assert_close(a.grad, torch.ones(5, 6) @ b.detach().T)
 
 

@@ -151,6 +151,40 @@ def test_collectives(zero, alone, together):
     assert f"{6 + (zero == 0)} together (" in run.explain()
 
 
+@pytest.mark.parametrize(("zero", "clip", "accumulate"), [(1, 0.5, 1), (3, None, 2)])
+def test_zero_where_devices_do_not_divide_the_weights(zero, clip, accumulate):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))
+    x, y = torch.randn(12, 256), torch.randint(0, 256, (12,))
+    step = mt.training_step(
+        model, F.cross_entropy, (x, y), lr=1e-3, zero=zero, clip_norm=clip, accumulate=accumulate, check=False
+    )
+    run = mt.distribute_module(step, {"data": 3}, {"input": {"data": 0}, "target": {"data": 0}}, poison=True)
+    ports = {value.name: value.tile_shape for value in run.program.values.values()}
+    assert ports["opt_exp_avg_p_0_weight"] == (86, 256)
+    assert ports["p_0_weight"] == ((86, 256) if zero == 3 else (256, 256))
+    losses, theirs = _torch(model, x, y, lambda p: torch.optim.AdamW(p, lr=1e-3), clip)
+    _assert_trains(run, x, y, losses, theirs)
+
+
+@pytest.mark.parametrize("layout", [{}, {"none": {"data": 1}}])
+def test_a_parameter_of_no_elements(layout):
+    class Rows(MLP):
+        def __init__(self):
+            super().__init__()
+            self.none = nn.Parameter(torch.randn(0, 12))
+
+        def forward(self, x):
+            return super().forward(torch.cat([x, self.none])) + self.none.sum()
+
+    _, x, y = _case()
+    model = Rows()
+    step = mt.training_step(model, F.cross_entropy, (x, y), lr=0.02, zero=1, clip_norm=1.0)
+    run = mt.distribute_module(step, {"data": 2}, DATA | layout)
+    losses, theirs = _torch(model, x, y, lambda p: torch.optim.AdamW(p, lr=0.02), 1.0)
+    _assert_trains(run, x, y, losses, theirs)
+
+
 def test_state_goes_from_mesh_to_mesh_bit_for_bit():
     model, x, y = _case()
     step = mt.training_step(model, F.cross_entropy, (x, y), zero=1, lr=0.05, check=False)

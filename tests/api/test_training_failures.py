@@ -1,5 +1,6 @@
 """Steps of training that can't be made, or taken."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -194,6 +195,49 @@ def test_states_and_schedules_without_numbers():
     for wrong in (torch.tensor([1, 2]), "x", torch.tensor(-4), torch.tensor(float("nan"))):
         assert "'opt.step' is " in _refused(run.load_state_dict, {**state, "opt.step": wrong})
     assert "is no state" in _refused(run.load_state_dict, [1, 2])
+
+
+def test_schedules_of_any_number():
+    model, x, y = _model()
+    for factor, size in ((torch.tensor([0.5]), 0.5), (np.float32(0.5), 0.5), (np.int64(1), 1.0), (-1.0, 1.0)):
+        step = mt.training_step(model, F.cross_entropy, (x, y), optimizer="sgd", schedule=lambda n, f=factor: f, lr=2.0)
+        assert abs(step.numbers(0)[0]) == 2 * size
+    for factor in (float("inf"), 1e300, 1j, "1", torch.ones(2)):
+        step = mt.training_step(model, F.cross_entropy, (x, y), schedule=lambda n, f=factor: f, lr=2.0)
+        assert "what the learning rate is multiplied with" in _refused(step.numbers, 0)
+
+
+def test_a_large_negative_learning_rate_loses_no_state():
+    model, x, y = _model()
+    step = mt.training_step(model, F.cross_entropy, (x, y), optimizer="sgd", schedule=lambda n: -3e38 * n, lr=1.0)
+    run = mt.distribute_module(step, {"data": 1})
+    run(10 * x, y)
+    assert "not finite" in _refused(run, 10 * x, y)
+    assert run.steps == 1
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in run.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("opt.step", "sgd"), ("opt.exp_avg.w", "adam"), ("opt_numbers", "sgd")]
+)
+def test_parameters_that_are_called_as_what_a_step_keeps(name, optimizer):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, inner = nn.Parameter(torch.randn(4, 3)), self
+            *path, last = name.split(".")
+            for part in path:
+                inner.add_module(part, nn.Module())
+                inner = inner.get_submodule(part)
+            inner.register_parameter(last, nn.Parameter(torch.randn(3)))
+
+        def forward(self, x):
+            return x @ self.w + self.get_parameter(name)
+
+    _, x, y = _model()
+    assert f"{name!r} is called as something" in _refused(
+        mt.training_step, Named(), F.cross_entropy, (x, y), optimizer=optimizer
+    )
 
 
 def test_losses_that_torch_does_not_export():

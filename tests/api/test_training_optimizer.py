@@ -60,6 +60,24 @@ def _case():
     return MLP(), torch.randn(12, 12), torch.randint(0, 8, (12,))
 
 
+def written(parameter, gradient, lr, step, *, momentum):
+    """What it is given is written."""
+    gradient.mul_(2)
+    momentum.mul_(0.9).add_(gradient)
+    parameter.sub_(lr * momentum)
+    return parameter, {"momentum": momentum}
+
+
+def exchanged(parameter, gradient, lr, step, *, now, before):
+    return parameter - lr * (now + before), {"now": gradient, "before": now}
+
+
+def alike(parameter, gradient, lr, step, *, a, a_b):
+    """One tensor is kept twice."""
+    mean = 0.5 * a + gradient
+    return parameter - lr * (mean + a_b), {"a": mean, "a_b": mean}
+
+
 @pytest.mark.parametrize(
     ("rule", "slots", "mesh", "layout", "zero"),
     [
@@ -67,8 +85,11 @@ def _case():
         (scaled, ("momentum",), {"data": 2}, DATA, 3),
         (scaled, ("momentum",), {"data": 2, "model": 2}, DATA | {"up.weight": {"model": 0}}, 1),
         (sign, (), {"data": 3}, DATA | {"up.weight": {"data": 0}}, 0),
+        (written, ("momentum",), {"data": 2}, DATA, 1),
+        (exchanged, ("now", "before"), {"data": 2}, DATA | {"opt.now.*": {"data": 0}, "opt.before.*": {}}, 0),
+        (alike, ("a", "a_b"), {"data": 2}, DATA, 1),
     ],
-    ids=["adam", "norms, zero 3", "norms, both", "sign"],
+    ids=["adam", "norms, zero 3", "norms, both", "sign", "written", "exchanged", "alike"],
 )
 def test_as_by_hand(rule, slots, mesh, layout, zero):
     model, x, y = _case()
@@ -108,6 +129,53 @@ def test_a_gradient_that_is_not_finite_is_refused_though_the_function_hides_it()
         run(x, y)
 
 
+def test_names_that_are_put_together_alike():
+    """opt_a_b_w may be `a` of b_w, and `a_b` of w."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.b_w = nn.Parameter(torch.randn(12, 8)), nn.Parameter(torch.randn(12, 8))
+            self.opt_a_w = nn.Parameter(torch.randn(8))
+
+        def forward(self, x):
+            return x @ self.w + x.square() @ self.b_w + self.opt_a_w
+
+    _, x, y = _case()
+    step = mt.training_step(Two(), F.cross_entropy, (x, y), optimizer=alike, lr=0.02)
+    model = Two()
+    step.state.update({step.names[name]: p.detach().clone() for name, p in model.named_parameters()})
+    run = mt.distribute_module(step, {"data": 2}, DATA)
+    losses, theirs, kept = _torch(alike, ("a", "a_b"), model, x, y, 0.02, 3)
+    assert [run(x, y).item() for _ in range(3)] == pytest.approx(losses, abs=1e-5)
+    state = run.state_dict()
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(state[f"opt.a_b.{name}"], kept[name]["a_b"], rtol=1e-3, atol=1e-5)
+
+
+def test_one_tensor_that_is_kept_in_two_layouts_is_refused():
+    _, x, y = _case()
+    step = mt.training_step(MLP(), F.cross_entropy, (x, y), optimizer=alike, check=False)
+    layouts = DATA | {"opt.a.up.weight": {"data": 0}, "opt.a_b.up.weight": {"data": 1}}
+    with pytest.raises(mt.MeshTensorError, match="state the same layout for all of these") as error:
+        mt.distribute_module(step, {"data": 2}, layouts)(x, y)
+    assert "'opt_a_b_up_weight' lies as" in str(error.value)
+
+
+def test_what_is_kept_is_looked_at_whatever_it_is_called():
+    def grows(parameter, gradient, lr, step, *, exp_avg, exp_avg_sq):
+        return parameter - lr * gradient, {"exp_avg": exp_avg + 3e38, "exp_avg_sq": exp_avg_sq}
+
+    model, x, y = _case()
+    step = mt.training_step(model, F.cross_entropy, (x, y), optimizer=grows, check=False)
+    run = mt.distribute_module(step, {"data": 2}, DATA)
+    run(x, y)
+    with pytest.raises(mt.MeshTensorError, match="too large for what is kept"):
+        run(x, y)
+    assert run.steps == 1
+
+
 def _short(parameter, gradient, lr, step, *, kept):
     return parameter[:1], {"kept": kept}
 
@@ -116,9 +184,24 @@ def _lacking(parameter, gradient, lr, step, *, kept):
     return parameter, {}
 
 
+def _named(parameter, gradient, lr, step, *, master):
+    return parameter, {"master": master}
+
+
+def _branching(parameter, gradient, lr, step):
+    return parameter - (lr if step > 1 else 2 * lr) * gradient, {}
+
+
+def _dropping(parameter, gradient, lr, step):
+    return parameter - lr * F.dropout(gradient, 0.5), {}
+
+
 @pytest.mark.parametrize(
     ("rule", "options", "said"),
     [
+        (_named, {}, "an optimizer that keeps 'master'"),
+        (_branching, {}, "torch.export can't record the optimizer"),
+        (_dropping, {}, "it drops what follows from a seed"),
         (lambda parameter, gradient: parameter, {}, "an optimizer that takes 'parameter', 'gradient'"),
         (sign, {"betas": (0.9, 0.9)}, "an optimizer that is a function has no options 'betas'"),
         (_short, {}, "the optimizer gives [((1,), torch.float32), ((8,), torch.float32)]"),

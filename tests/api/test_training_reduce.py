@@ -65,6 +65,20 @@ def test_clipping_sees_what_was_added():
     assert torch.stack(moved).norm().item() == pytest.approx(0.1, rel=1e-3)
 
 
+def _signs(parameter, gradient, lr, step):
+    return parameter - lr * torch.sign(gradient), {}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_what_functions_are_given_is_sent_so(clip_norm):
+    """In bfloat16, though they take the gradient in float32."""
+    *_, step = _case(torch.bfloat16, check=False, optimizer=_signs, clip_norm=clip_norm)
+    wide, narrow = (mt.distribute_module(step(reduce_dtype=r), {"data": 2}, DATA) for r in (None, "bfloat16"))
+    (wide_dtypes, wide_bytes), (dtypes, nbytes) = _sent(wide), _sent(narrow)
+    assert (wide_dtypes, dtypes) == ({"float32"}, {"bfloat16"})
+    assert nbytes == pytest.approx(wide_bytes / 2, rel=0.05)
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3", torch.int32, "half"])
 def test_other_dtypes_are_refused(dtype):
     *_, step = _case(check=False)

@@ -135,6 +135,12 @@ def extreme(b: Backward) -> Sequence[Gradient]:
     return [b.emit(op.multiply(hit, b.emit(op.broadcast_to(share, b.call.inputs[0].shape))))]
 
 
+@gradient("median")
+def median(b: Backward) -> Sequence[Gradient]:
+    """Of all elements as a maximum's; along a dim that of the one that was taken."""
+    return differentiated(b) if b.call.attr("axis") else extreme(b)
+
+
 @gradient("collapse_sum_to")
 def collapse_sum(b: Backward) -> Sequence[Gradient]:
     return [b.emit(op.broadcast_to(b.d, b.call.inputs[0].shape))]
@@ -180,7 +186,7 @@ def _spread(b: Backward, result: relax.Expr) -> relax.Expr:
 
 
 # Their rules keep dims whole where parts can't be combined by adding.
-gradient("prod", "variance", "std", "median", "cumsum", "cumprod", "sort", "topk")(differentiated)
+gradient("prod", "variance", "std", "cumsum", "cumprod", "sort", "topk")(differentiated)
 
 
 @gradient("reshape", "flatten", "nn.batch_flatten", "expand_dims", "squeeze")

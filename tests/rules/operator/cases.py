@@ -133,6 +133,7 @@ _MORE = {
     "einsum of float16": Case(
         (t(5, 3, dtype="float16"), t(3, 4, dtype="float16")), lambda *x: op.einsum(x, "ij,jk->ik"), tolerance=_HALF
     ),
+    "collapse_sum_to of nothing": Case((t(5, 0, 4),), lambda x: op.collapse_sum_to(x, (0, 1))),
     "collapse_sum_to of float16": Case(
         (t(5, 3, 4, dtype="float16"),), lambda x: op.collapse_sum_to(x, (3, 1)), tolerance=_HALF
     ),

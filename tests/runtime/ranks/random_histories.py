@@ -58,15 +58,15 @@ class History:
         return math.prod(self.case.mesh.values()), math.prod(self.after.values())
 
     def step(self) -> tuple[mt.TrainingStep, Stateful]:
-        model = Stateful(self.case.model(), self.case.width, self.drops, self.keeps)
+        model = Stateful(self.case.model(), self.case.width, self.drops, self.keeps).to(self.case.dtype)
         x, y = self.batch(0)
         return mt.training_step(
-            model, self.case.loss, (x, y), optimizer=self.case.optimizer, check=False, **self.options
+            model, self.case.loss, (x, y), optimizer=self.case.rule, check=False, **self.options
         ), model
 
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(number)
-        x = torch.randn(*self.case.batch, self.case.width, generator=generator)
+        x = torch.randn(*self.case.batch, self.case.width, generator=generator).to(self.case.dtype)
         return x, torch.randint(0, CLASSES, self.case.batch[:1], generator=generator)
 
     def layouts(self, mesh: dict[str, int]) -> dict[str, dict[str, int]]:
