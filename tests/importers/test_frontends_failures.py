@@ -180,6 +180,27 @@ def test_onnx_file(tmp_path):
         mt.from_onnx(tmp_path / "bad.onnx")
 
 
+@pytest.mark.parametrize(
+    ("node", "given", "made", "said"),
+    [
+        (helper.make_node("Shape", ["x"], ["y"]), TensorProto.FLOAT, (TensorProto.INT64, [2]), "result 0 is no tensor"),
+        (
+            helper.make_node("Cast", ["x"], ["y"], to=TensorProto.INT8),
+            TensorProto.INT4,
+            (TensorProto.INT8, [2, 4]),
+            "x is of int4, which has parts of bytes",
+        ),
+    ],
+)
+def test_onnx_inputs_and_results(node, given, made, said, tmp_path):
+    x, y = helper.make_tensor_value_info("x", given, [2, 4]), helper.make_tensor_value_info("y", *made)
+    model = helper.make_model(helper.make_graph([node], "graph", [x], [y]), opset_imports=[helper.make_opsetid("", 21)])
+    onnx.save(model, tmp_path / "model.onnx")
+    for check in (True, False):
+        with pytest.raises(mt.MeshTensorError, match=said):
+            mt.from_onnx(tmp_path / "model.onnx", check=check)
+
+
 def test_onnx_shapes(tmp_path):
     with pytest.raises(mt.MeshTensorError, match="`shapes` has 'z', which is no input"):
         mt.from_onnx(save_onnx(tmp_path / "model.onnx", "Relu"), shapes={"z": (2, 4)})
