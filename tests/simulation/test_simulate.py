@@ -13,7 +13,7 @@ from kernels.models import gpt2
 from mesh_tensor.base.machine import Link, Machine, Memory, Roofline
 from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.vjp import vjp_call
-from tests.plan.loop_modules import Loop, looped, recurrent, unrolled
+from tests.plan.loop_modules import LOOPS, Loop, looped, recurrent, unrolled
 
 FAST = Machine(
     "fast",
@@ -275,3 +275,14 @@ def test_results_are_handed_on_at_a_price():
     assert made.exposed == pytest.approx(0.0)
     kernel = k_split(1)  # writes to what its caller has
     assert mt.simulate(kernel, replace(FAST, result=1e-3)).time == mt.simulate(kernel, FAST).time
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(("mesh", "layouts"), [({"x": 1}, {}), ({"x": 2}, {"c0": {"x": 0}})])
+def test_memory_of_loops_is_what_the_runtime_holds(name, mesh, layouts):
+    mod = looped(LOOPS[name], 5)
+    tensors = [torch.rand([int(size) for size in p.struct_info.shape]) for p in mod["main"].params]
+    run = mt.distribute_module(mod, mesh, layouts)
+    run(*tensors)
+    (launch,) = run._launches
+    assert mt.simulate(run).peak_bytes == launch._run.peak_bytes
