@@ -143,9 +143,6 @@ def grouped(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, grouped_call(x, weight, ends, result_dtype(node)))
 
 
-GROUPS = {"_grouped_mm.default": grouped, "grouped_mm_fallback.default": grouped}
-
-
 GENERAL = {
     **{name.removeprefix("aten."): general for name in ATEN},
     **{f"{name}.default": with_its_gradient(of_tvm_or_torch) for name in WITH_GRADIENTS},

@@ -192,10 +192,6 @@ def counted(node: torch.fx.Node, importer: Any) -> Any:
     return emit(importer, relax.op.add(moved, relax.const(start, dtype)))
 
 
-def nothing(node: torch.fx.Node, importer: Any) -> None:
-    """What torch asserts about values has no result."""
-
-
 def promotes(node: torch.fx.Node, importer: Any) -> bool:
     """Whether an operand is a tensor of another dtype than the result: whole numbers times a fraction are floats."""
     values = [importer.env.get(arg) for arg in node.args if isinstance(arg, torch.fx.Node)]
@@ -243,7 +239,6 @@ def _dims(dims: Any) -> list[int] | None:
 NUMBERS: dict[str, Convert] = {
     "__lshift__.Scalar": of_two(relax.op.left_shift),
     "__rshift__.Scalar": of_two(relax.op.right_shift),
-    "_assert_async.msg": nothing,
     "add": _of_sizes(operator.add),
     "amax.default": over_dims(relax.op.max),
     "amin.default": over_dims(relax.op.min),

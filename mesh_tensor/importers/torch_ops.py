@@ -115,13 +115,6 @@ def rms_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.nn.rms_norm(x, _filled(weight, 1, sizes, x), axes=_last(sizes), epsilon=epsilon))
 
 
-def gelu(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """Exact, or by tanh."""
-    (x,) = arguments(node, importer, 1)
-    by_tanh = node.kwargs.get("approximate", "none") == "tanh"
-    return emit(importer, (relax.op.nn.gelu_tanh if by_tanh else relax.op.nn.gelu)(x))
-
-
 def variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Over dims (none: all), divided by the number of elements less `correction`, which TVM's importer leaves out."""
     x, dims = arguments(node, importer, 1, dim=None)
@@ -229,7 +222,6 @@ CONVERTERS: dict[str, Convert] = {
     "detach.default": detach,
     "embedding.default": embedding,
     "flip.default": flip,
-    "gelu.default": gelu,
     "group_norm.default": group_norm,
     "layer_norm.default": layer_norm,
     "linear.default": linear,

@@ -16,7 +16,8 @@ from .bindings import Bindings
 from .ir import ANNOTATE, STATE_ATTR, Graph, GraphLoop, Node, Scope, Scopes, Tree, Value, leaves
 from .loop_reader import LoopReader
 from .loops import Recursion, recursion_of
-from .manual import Devices, Region
+from .manual import Region
+from .manual_devices import Devices
 from .varying import Axes, node_axes
 
 # (function name, variable name) -> what was stated for it

@@ -10,7 +10,7 @@ from typing import Any
 
 from tvm import arith, tirx
 
-from .nodes import nodes
+from mesh_tensor.tir.nodes import nodes
 
 _VALUES = (17, 13, 11, 19)  # no multiples of each other, and so small that what sizes are made of is no overflow
 _NUMBERS = (int, tirx.IntImm)
