@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from .torch_program import (
     refuse_autocast,
     written_buffers,
 )
+from .torch_sizes import with_size_conditions
 
 
 @uncollected
@@ -45,7 +47,7 @@ def import_torch(
     """The Relax module of an exported program: `mesh_tensor.from_torch`, without its check of results. `groups`: the
     axes of its collectives' groups, by name, of what is one device's part of a manual computation."""
     refuse_autocast(program)
-    importer = _Importer()
+    original, importer = program, _Importer()
     importer.groups = groups or {}
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -69,7 +71,8 @@ def import_torch(
     )
     if importer.left_over:
         mod = relax.transform.DeadCodeElimination()(mod)
-    return named(mod, program, importer.env, buffers)
+    module = named(mod, program, importer.env, buffers)
+    return replace(module, mod=with_size_conditions(module.mod, original))
 
 
 class _Importer(ExportedProgramImporter):

@@ -180,6 +180,9 @@ class ProgramOfTensors:
             if isinstance(spec.arg, TensorArgument)
         ]
         self.graph_module, self.graph = program.graph_module, program.graph
+        for node in program.graph.find_nodes(op="placeholder"):  # of loaded programs, it is missing
+            if isinstance(value := node.meta.get("val"), torch.Tensor):
+                node.meta.setdefault("tensor_meta", SimpleNamespace(shape=value.shape, dtype=value.dtype))
         self.graph_signature = SimpleNamespace(input_specs=specs)
         self.range_constraints = program.range_constraints
         self.state_dict = {**program.state_dict, **program.constants}
