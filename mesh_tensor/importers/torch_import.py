@@ -24,6 +24,7 @@ from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_decompositions import LOOPS as LOOP_OPERATORS
 from .torch_decompositions import decomposed
 from .torch_general import any_operator, stays
+from .torch_inputs import refuse_one_for_another, with_plain_inputs
 from .torch_loops import LOOPS, graphs_within
 from .torch_names import named
 from .torch_numbers import WITH_NUMBERS
@@ -46,6 +47,7 @@ def import_torch(
 ) -> ImportedModule:
     """The Relax module of an exported program: `mesh_tensor.from_torch`, without its check of results. `groups`: the
     axes of its collectives' groups, by name, of what is one device's part of a manual computation."""
+    refuse_one_for_another(program)
     refuse_autocast(program)
     original, importer = program, _Importer()
     importer.groups = groups or {}
@@ -54,7 +56,7 @@ def import_torch(
             "ignore", message="`isinstance.treespec, LeafSpec", category=FutureWarning
         )  # torch's own
         try:
-            program = decomposed(with_constants(program), KEPT, importer.convert_map)
+            program = decomposed(with_constants(with_plain_inputs(program)), KEPT, importer.convert_map)
         except Exception as error:  # torch's own, of what it can't take apart
             refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
     check_program(program)

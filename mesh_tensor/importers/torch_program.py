@@ -212,7 +212,7 @@ def without_tied(
     first: dict[tuple, str] = {}
     tied = {}
     for name, target in weights.items():
-        same = first.setdefault(_memory(state[target]), name)
+        same = first.setdefault(memory(state[target]), name)
         if same != name:
             tied[name] = same
     if not tied:
@@ -225,7 +225,7 @@ def without_tied(
     return result, tied
 
 
-def _memory(weight: torch.Tensor) -> tuple:
+def memory(weight: torch.Tensor) -> tuple:
     """What tells a tensor's elements from another's; a tensor without elements is like no other."""
     if weight.numel() == 0:
         return (id(weight),)

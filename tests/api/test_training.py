@@ -387,3 +387,12 @@ def test_batch_norm_sees_the_whole_batch(mesh, layout):
     assert set(theirs.state_dict()) <= set(state)
     for name, tensor in theirs.state_dict().items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_examples_that_are_one_tensor_stand_for_inputs_and_targets_of_their_own():
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    step = mt.training_step(model, F.mse_loss, (x, x), optimizer="sgd", lr=0.1)
+    run = mt.distribute_module(step, {"x": 2}, {"target": {"x": 0}})
+    noisy, target = torch.randn(4, 8), torch.randn(4, 8)
+    torch.testing.assert_close(run(noisy, target), F.mse_loss(model(noisy), target).detach())
