@@ -24,7 +24,7 @@ def refuse_one_for_another(program: torch.export.ExportedProgram) -> None:
     places: dict[tuple, list[str]] = {}
     for spec in program.graph_signature.input_specs:
         given = next(leaves, None) if spec.kind == InputKind.USER_INPUT else state.get(str(spec.target))
-        if type(given) in (torch.Tensor, torch.nn.Parameter) and given.layout == torch.strided:
+        if isinstance(given, torch.Tensor) and _has_memory(given):
             places.setdefault(memory(given), []).append(spec.arg.name)
     inputs = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT}
     problems = [
@@ -65,6 +65,11 @@ def with_plain_inputs(program: torch.export.ExportedProgram) -> torch.export.Exp
         constants=program.constants,
         verifiers=program.verifiers,
     )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return plain and tensor.device.type != "meta"
 
 
 def _has_classes(spec: pytree.TreeSpec) -> bool:
