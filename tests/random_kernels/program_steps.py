@@ -238,6 +238,30 @@ def tile(p: Program) -> None:
     p.emit(f"T.copy({t}, {p.array('mn', 'inout', fresh=p.chance(70))}[{p.place('mn', '0')}])")
 
 
+def looked_up(p: Program) -> None:
+    """A row of a table, from where a variable says, copied before a sum and used after it; the variable may be another
+    by then."""
+    if not p.one_lane:
+        return
+    place, t, total = p.variable("int32", "0"), p.on_chip(p.n), p.variable(p.dtype, p.const(0))
+    if p.chance(50):
+        with p.block(f"for j in T.serial({p.n})", f"if {p.condition('j')}"):
+            p.emit(f"{place} = j")
+    else:
+        ids = p.array("m", "in", "int32", p.n)
+        with p.block(f"if {p.element(ids, '')} > {p.pick((0, 1))}"):
+            p.emit(f"{place} = {p.element(ids, '')}")
+    p.emit(f"T.copy({p.array('nn')}[{place}, 0], {t})")
+    if p.chance(40):
+        p.emit(f"{place} = {p.n - 1} - {place}")
+    with p.block(f"for j in T.serial({p.n})"):
+        p.emit(f"{total} += {p.element(p.array('mn', fresh=True), 'j') if p.chance(60) else p.value('j', 1)}")
+    name = p.array("mn", "inout", fresh=True)
+    with p.block(f"for j in T.Parallel({p.n})"):
+        more = f" + {p.cast(place)}" if p.chance(40) else ""
+        p.emit(f"{name}[{p.place('mn', 'j')}] = T.max({t}[j], {total}){more}")
+
+
 STEPS: tuple[Callable[[Program], None], ...] = (
     *(elements,) * 4,
     *(reduction,) * 5,
@@ -245,6 +269,7 @@ STEPS: tuple[Callable[[Program], None], ...] = (
     *(compaction,) * 2,
     *(histogram,) * 3,
     *(tile,) * 2,
+    *(looked_up,) * 2,
     previous,
     shared_histogram,
     scatter,
