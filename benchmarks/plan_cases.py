@@ -26,7 +26,7 @@ from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
 from kernels.neighbourhoods import escape_times, filter_2d, periodic_neighbours, sliding_attention, upsample
-from kernels.paged import paged_attention, staged_histogram
+from kernels.paged import paged_attention, paged_latent_attention, staged_histogram
 from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul, promoted_matmul
 from kernels.recurrences import advantages
 from kernels.reduce import reduce_columns, reduce_rows
@@ -380,6 +380,13 @@ def _neighbourhoods() -> Iterator[PlanCase]:
         pages,
         batch="Q0 pages_of0 lengths0 Out0",
         pages=("K0 V0", _STATES, 8 * 32 * (64 + 2)),
+    )
+    yield _case(
+        "neighbours",
+        paged_latent_attention,
+        pages,
+        batch="Q0 pages_of0 lengths0 Out0",
+        pages=("KV0", _STATES, 8 * 32 * (64 + 2)),
     )
     counted = {"N": 1 << 20, "bins": 4096}
     yield _case("neighbours", staged_histogram, counted, bins="counts0", elements=("ids0", _PARTIAL, 4096))

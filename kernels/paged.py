@@ -77,6 +77,72 @@ def paged_attention_reference(q, k, v, pages_of, lengths):
     return torch.stack(rows).to(q.dtype)
 
 
+def paged_latent_attention(batch, heads, pages, table, dim, page=16, more=0):
+    """The newest token's attention to rows that are keys and values at once, as latent attention has them: sequence b
+    has the first `lengths[b]` rows of the pages in `pages_of[b]`, one after the other in KV. `more`: so many pages more
+    are read, of which nothing counts."""
+    scale = math.log2(math.e) / math.sqrt(dim)
+
+    @T.prim_func
+    def paged_latent_attention_kernel(
+        Q: T.Tensor((batch, heads, dim), "float32"),
+        KV: T.Tensor((pages * page, dim), "float32"),
+        pages_of: T.Tensor((batch, table), "int32"),
+        lengths: T.Tensor((batch,), "int32"),
+        Out: T.Tensor((batch, heads, dim), "float32"),
+    ):
+        with T.Kernel(batch, threads=128) as bz:
+            Q_shared = T.alloc_shared((heads, dim), "float32")
+            KV_shared = T.alloc_shared((page, dim), "float32")
+            weights = T.alloc_shared((heads, page), "float32")
+            scores = T.alloc_fragment((heads, page), "float32")
+            out = T.alloc_fragment((heads, dim), "float32")
+            largest = T.alloc_fragment((heads,), "float32")
+            before = T.alloc_fragment((heads,), "float32")
+            rescale = T.alloc_fragment((heads,), "float32")
+            total = T.alloc_fragment((heads,), "float32")
+            sums = T.alloc_fragment((heads,), "float32")
+            T.copy(Q[bz, 0, 0], Q_shared)
+            T.clear(out)
+            T.clear(sums)
+            T.fill(largest, -T.infinity("float32"))
+            count = T.ceildiv(lengths[bz], page) + more
+            for k in T.Pipelined(count, num_stages=2):
+                start = pages_of[bz, (k * page) // page] * page + (k * page) % page
+                T.copy(KV[start : start + page, 0:dim], KV_shared)
+                T.clear(scores)
+                T.gemm(Q_shared, KV_shared, scores, transpose_B=True)
+                T.copy(largest, before)
+                T.fill(largest, -T.infinity("float32"))
+                for i, j in T.Parallel(heads, page):
+                    scores[i, j] = T.if_then_else(k * page + j >= lengths[bz], -T.infinity("float32"), scores[i, j])
+                T.reduce_max(scores, largest, dim=1, clear=False)
+                for i in T.Parallel(heads):
+                    largest[i] = T.max(largest[i], before[i])
+                for i in T.Parallel(heads):
+                    rescale[i] = T.exp2(before[i] * scale - largest[i] * scale)
+                for i, j in T.Parallel(heads, page):
+                    scores[i, j] = T.exp2(scores[i, j] * scale - largest[i] * scale)
+                T.reduce_sum(scores, total, dim=1)
+                T.copy(scores, weights)
+                for i in T.Parallel(heads):
+                    sums[i] = sums[i] * rescale[i] + total[i]
+                for i, j in T.Parallel(heads, dim):
+                    out[i, j] *= rescale[i]
+                T.gemm(weights, KV_shared, out)
+            for i, j in T.Parallel(heads, dim):
+                out[i, j] = out[i, j] / sums[i]
+            T.copy(out, Out[bz, 0, 0])
+
+    return paged_latent_attention_kernel
+
+
+def paged_latent_attention_reference(q, kv, pages_of, lengths, page=16):
+    """The same with the pages of every sequence put together, in float64."""
+    of_pages = kv.unflatten(0, (-1, page))
+    return paged_attention_reference(q, of_pages, of_pages, pages_of, lengths)
+
+
 def staged_histogram(N, bins, parts=4):
     """`counts[ids[n]] += 1`: every program counts its part on chip, and adds that to the result."""
     length = -(-N // parts)

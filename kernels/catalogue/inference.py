@@ -25,7 +25,13 @@ from kernels.linear_attention import (
     value_gradient_reference,
 )
 from kernels.matmul import matmul_reference
-from kernels.paged import paged_attention, paged_attention_reference, staged_histogram
+from kernels.paged import (
+    paged_attention,
+    paged_attention_reference,
+    paged_latent_attention,
+    paged_latent_attention_reference,
+    staged_histogram,
+)
 from kernels.quantized import (
     block_scaled_matmul,
     block_scaled_matmul_reference,
@@ -291,6 +297,19 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
     _causal("upper_product", "row"),
     _causal("lower_product", "zero"),
     _causal("backward_product", "back"),
+    KernelCase(
+        "paged_latent_attention",
+        partial(paged_latent_attention, page=4),
+        partial(paged_latent_attention_reference, page=4),
+        _PAGES,
+        tensors(
+            normal("batch heads dim"),
+            lambda generator, s: torch.randn((4 * s["pages"], s["dim"]), generator=generator),
+            integers("batch table", 0, "pages"),
+            lambda generator, s: torch.randint(1, 4 * s["table"] + 1, (s["batch"],), generator=generator).int(),
+        ),
+        ("Out",),
+    ),
     KernelCase(
         "paged_attention",
         partial(paged_attention, page=4, skip=True),

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from tvm import ir
 
 from mesh_tensor.base.machine import Link, Machine, Memory, Roofline
 from mesh_tensor.base.mesh import Mesh
@@ -22,9 +23,10 @@ from mesh_tensor.runtime.virtual.mesh_tensor import distribute
 from mesh_tensor.simulation import Simulation
 from mesh_tensor.simulation.pipelines import simulate_pipeline
 
+from .mesh_module import MeshModule
 from .module import distribute_module
 from .pipeline import pipeline
-from .probe_models import block, kernel_rate, perceptrons, product_kernel, row_kernel
+from .probe_models import activations, block, kernel_rate, perceptrons, product_kernel, row_kernel
 from .probes import LINEAR, PROBES, PRODUCT, SIDES, Chain, Probe, least
 
 _LARGEST = 1 << 22  # elements: freeing that much once, the C library keeps what is freed later
@@ -32,6 +34,7 @@ _MEMORY = (256, 512, 1024, 2048)  # sides of what is read and written: 256 KiB t
 _DTYPES = {"float32": 512, "float64": 512, "bfloat16": 512, "float16": 256}  # with sides of products
 _PRODUCTS = (48, 96, 192, 384, 768)  # sides of those in models
 _MOVED = (16, 1024)  # sides of tensors whose layout changes
+_BESIDE = 1024  # rows of what is read and written between blocks: more than caches of a core hold
 _ROUNDS, _ROUND = 3, 0.02  # how often chains are gone through, and seconds of each
 
 
@@ -88,14 +91,26 @@ def _measured(end: float) -> Machine:
 
 def _as_in_programs(machine: Machine) -> Machine:
     """Steps of a program are all different: beside their work, they take more than those of a chain of equal ones."""
-    mod = block(8, 16, 8)
-    run = distribute_module(mod, {"x": 1}, target="c")
+    run, took = _seconds(block(8, 16, 8), 0.2)
+    launch = machine.launch + max(0.0, took - Simulation(run.program, machine).time) / len(run.program.ops)
+    longer = launch / machine.launch
+    classes = {name: replace(each, start=each.start * longer) for name, each in machine.classes.items()}
+    alone = _seconds(activations(_BESIDE, 1024, 8, 1), 0.2)[1]
+    cold = (_seconds(block(8, 16, 8, _BESIDE), 0.4)[1] - alone) / took
+    return _in_turns(replace(machine, launch=launch, classes=classes, cold=max(1.0, cold), result=_result()))
+
+
+def _result() -> float:
+    """What a small result takes to be handed on."""
+    few, many = (_seconds(activations(16, 16, 32, results), 0.1)[1] for results in (1, 32))
+    return max(0.0, many - few) / 31
+
+
+def _seconds(mod: ir.IRModule, budget: float, devices: int = 1) -> tuple[MeshModule, float]:
+    """A module on so many devices, which split its first parameter, and the least CPU time of a run."""
+    run = distribute_module(mod, {"x": devices}, {"x": {"x": 0}} if devices > 1 else {}, target="c")
     tensors = [torch.rand(tuple(map(int, p.struct_info.shape))) - 0.5 for p in mod["main"].params]
-    took, made = least(partial(run, *tensors), 0.2), Simulation(run.program, machine)
-    launch = machine.launch + max(0.0, took - made.time) / len(run.program.ops)
-    colder = launch / machine.launch
-    classes = {name: replace(each, start=each.start * colder) for name, each in machine.classes.items()}
-    return _in_turns(replace(machine, launch=launch, classes=classes))
+    return run, least(partial(run, *tensors), budget)
 
 
 def _in_turns(machine: Machine) -> Machine:
@@ -103,13 +118,11 @@ def _in_turns(machine: Machine) -> Machine:
     step then takes, and what it takes to start a call, is what the same model takes on two and on four devices."""
     alone, rows = replace(machine, processors=1, turn=0.0, start=0.0), []
     for devices in (2, 4):
-        mod = block(16, 16, 8)
-        run = distribute_module(mod, {"x": devices}, {"x": {"x": 0}}, target="c")
-        tensors = [torch.rand(tuple(map(int, p.struct_info.shape))) - 0.5 for p in mod["main"].params]
+        run, took = _seconds(block(16, 16, 8), 0.2, devices)
         made = Simulation(run.program, alone).time
         turns = Simulation(run.program, replace(alone, turn=1.0)).time - made
         starts = Simulation(run.program, replace(alone, start=1.0)).time - made
-        rows.append((turns, starts, max(0.0, least(partial(run, *tensors), 0.2) - made)))
+        rows.append((turns, starts, max(0.0, took - made)))
     (turns, two, first), (_, four, second) = rows
     start = max(1.0, (second - first) / max(1e-9, four - two))
     return _in_actions(replace(machine, start=start, turn=max(0.0, (first - start * two) / max(1.0, turns))))

@@ -118,7 +118,7 @@ def _forward() -> Iterator[Probe]:
     yield Probe("nn.gelu_tanh", lambda x: _ops.nn.gelu_tanh(x))
     yield Probe("nn.silu", lambda x: _ops.nn.silu(x))
     yield Probe("reduce", lambda x: _ops.nn.softmax(x, -1))
-    yield Probe("sum", lambda x: _ops.add(x, _emitted(_ops.sum(x, 1, keepdims=True))), beside=("add",))
+    yield Probe("sum", lambda x: _ops.add(x, _emitted(_ops.sum(x, 0))), beside=("add",))
     yield Probe("nn.layer_norm", lambda x, g, b: _ops.nn.layer_norm(x, g, b, [1]), _row)
     yield Probe("nn.rms_norm", lambda x, g, b: _ops.nn.rms_norm(x, g, [1]), _row)
     yield Probe("move", _moved, beside=("view", "view"))

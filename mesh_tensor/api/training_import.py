@@ -110,12 +110,11 @@ class WithLoss(nn.Module):
 def _imported(
     model: nn.Module, loss: Loss, inputs: Tensors, written: dict[str, torch.Tensor], value: torch.Tensor
 ) -> ImportedLoss:
-    inputs = tuple(
-        tensor.view_as(tensor) for tensor in inputs
-    )  # torch.export takes one tensor that comes twice for one
     given = (*inputs, *written.values())
+    # Torch takes inputs that are one tensor for one input, which later batches (what is read, its target) are not.
+    recorded = tuple(one.clone() if any(one is other for other in given[:n]) else one for n, one in enumerate(given))
     try:
-        program = counted(torch.export.export(WithLoss(model, loss, list(written)), given, strict=False))
+        program = counted(torch.export.export(WithLoss(model, loss, list(written)), recorded, strict=False))
     except MeshTensorError:
         raise
     except Exception as error:  # whatever torch, or the model's own code, raises while it is recorded

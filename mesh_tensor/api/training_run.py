@@ -16,6 +16,8 @@ from mesh_tensor.rules.operator.dropout import SEED_NAME
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.elementwise import not_finite, within
 from mesh_tensor.runtime.overwriting import Leave, finishing
+from mesh_tensor.runtime.ranks import is_dtensor
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 from .module_launch import parts_of
 from .training import TrainingStep
@@ -134,10 +136,12 @@ class TrainingRun:
         return {STEP: torch.tensor(self.steps)} | ({} if self._scale is None else self._scale.state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `state_dict` gave, perhaps on another mesh: whole tensors or DTensors.
+        """Go on from a state that `state_dict` gave, perhaps on another mesh: whole tensors or DTensors. What is not
+        trained may be missing.
 
         Raises:
-            MeshTensorError: names are missing or unknown, or shapes or dtypes differ; the state stays as it was.
+            MeshTensorError: names are missing or unknown, shapes or dtypes differ, or what is not trained is another
+                than the model's; the state stays as it was.
         """
         names = {theirs: ours for theirs, ours in self._step.names.items() if ours in self._step.state}
         counts = self._counts()
@@ -149,6 +153,12 @@ class TrainingRun:
         problems += [f"there is no {name!r}{did_you_mean(name, known)}" for name in state if name not in every]
         problems += [
             found for n in names if n in state and (found := _differs(n, state[n], self._step.state[names[n]]))
+        ]
+        fixed = {name: self._step.fixed[ours] for name, ours in self._step.names.items() if ours in self._step.fixed}
+        problems += [
+            f"{name!r} is not trained, and is another than the model's"
+            for name, own in fixed.items()
+            if name in state and not _is_same(state[name], own)
         ]
         numbers = {name: _number(state[name]) for name in counts if name in state}
         problems += [f"{n!r} is {shown(state[n])}, and no number" for n, number in numbers.items() if number is None]
@@ -210,6 +220,15 @@ def _number(value: Any) -> float | None:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()
     return float(value) if is_number(value) else None
+
+
+def _is_same(given: Any, own: torch.Tensor) -> bool:
+    """Whether a tensor in any form has the same elements."""
+    value = given.full() if isinstance(given, MeshTensor) else given.full_tensor() if is_dtensor(given) else given
+    if not isinstance(value, torch.Tensor) or _differs("", value, own):
+        return False
+    own = own.to(value.device)
+    return bool(((value == own) | ((value != value) & (own != own))).all())
 
 
 def _differs(name: str, tensor: Any, expected: torch.Tensor) -> str:

@@ -7,7 +7,7 @@ reached, not those of a data sheet: `sources` says where each comes from.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import ClassVar
 
@@ -52,21 +52,24 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds that a call takes before it works, and that its operations and its bytes take beside each other."""
+    """Seconds that a call takes before it works, that its operations and its bytes take beside each other, and until
+    what lies `far` is near, which nothing hides."""
 
     start: float
     flops: float
     memory: float
+    far: float = 0.0
 
     @property
     def seconds(self) -> float:
         """In all."""
-        return self.start + max(self.flops, self.memory)
+        return self.start + max(self.flops, self.memory) + self.far
 
     @property
     def bound(self) -> str:
         """What takes most of it: start, flops or memory."""
-        return max(("flops", self.flops), ("memory", self.memory), ("start", self.start), key=lambda part: part[1])[0]
+        parts = ("flops", self.flops), ("memory", max(self.memory, self.far)), ("start", self.start)
+        return max(parts, key=lambda part: part[1])[0]
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,9 @@ class Machine:
     processors how many of them work at the same time, where they share processors (None: all)
     turn       where devices take turns on a processor: seconds from one step to the next that no call takes
     start      ... and what `launch` is there, as a multiple of that on one device alone
+    cold       what `launch`, `turn`, `call`, `result` and starts of classes are, as a multiple of that, where more was
+               touched since the operator ran last than the second nearest memory holds: its code has left that, too
+    result     seconds in which a run hands a result to its caller, beside copying it; 0: it is handed on as it is
     action     of a pipeline: seconds of an action beside its fragment's run, as threads wait for each other's values
     price      of a device, per hour
     classes    operators that reach another share of the rates, by operator or by class of operators
@@ -136,6 +142,8 @@ class Machine:
     processors: int | None = None
     turn: float = 0.0
     start: float = 1.0
+    cold: float = 1.0
+    result: float = 0.0
     action: float = 0.0
     price: float | None = None
     classes: Mapping[str, Roofline] = field(default_factory=dict)
@@ -207,11 +215,26 @@ class Machine:
         """How often the processors go round that so many devices share."""
         return 1 if self.processors is None else math.ceil(devices / self.processors)
 
-    def in_turn(self, work: Work, rounds: int, devices: int) -> float:
-        """Seconds of a call that processors make for so many of a mesh's devices one after the other."""
+    def in_turn(self, work: Work, rounds: int, devices: int, colder: float = 1.0) -> float:
+        """Seconds of a call that processors make for so many of a mesh's devices one after the other. `colder`: as
+        `colder` gives it; only the first one finds what starts it cold."""
+        again = (colder - 1) * work.start
         if self.processors is None or devices == 1:
-            return work.seconds * rounds
-        return self.turn + rounds * (work.seconds + self.launch * (self.start - 1))
+            return work.seconds * rounds + again
+        return self.turn * colder + rounds * (work.seconds + self.launch * (self.start - 1)) + again
+
+    def colder(self, touched: float) -> float:
+        """What `cold` comes to where a run has touched so many bytes since something ran last; in eighths."""
+        if self.cold == 1 or len(self.memory) < 2:
+            return 1.0
+        nearest, next_one = self.memory[0].size, self.memory[1].size
+        gone = min(1.0, max(0.0, (touched - nearest) / (next_one - nearest)))
+        return 1 + (self.cold - 1) * int(8 * gone) / 8
+
+    def called(self, touched: float, results: Iterable[int]) -> float:
+        """Seconds of a run beside its steps, which touches so many bytes and gives results of so many bytes each."""
+        copied = [nbytes / self.memory_rate(2 * nbytes) for nbytes in results] if self.result else []
+        return (self.call + self.result * len(copied)) * self.colder(touched) + 2 * sum(copied)
 
     @property
     def flops_per_byte(self) -> float:

@@ -72,6 +72,8 @@ def refuse_differences(
     rounding changes more than others may differ by a few times what it changed in `origin`'s."""
     inside = max(map(_tolerance, computed_in), default=0.0)
     results = list(results) if isinstance(results, tuple) else [results]
+    if len(results) != len(expected):
+        refuse(f"there are {len(results)} results, and {len(expected)} of {origin}", where=where, fix=fix)
     errors = [_error(result, meant.detach()) for result, meant in zip(results, expected, strict=True)]
     wrong = [
         index

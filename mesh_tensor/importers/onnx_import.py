@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from tvm import ir
+import tvm_ffi
+from tvm import ir, relax
 
 from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
 from mesh_tensor.annotations.names import renamed_parameters
@@ -29,13 +30,14 @@ _FEW = 64
 def import_onnx(path: str | os.PathLike[str], shapes: Mapping[str, Sequence[int]] | None = None) -> ImportedModule:
     """The Relax module of an ONNX file: `mesh_tensor.from_onnx`, without its check of results."""
     onnx, frontend = _packages()
-    model = _with_known_operators(onnx, _loaded(onnx, path))
-    graph = model.graph
-    settle_names(graph)
+    model = _loaded(onnx, path)
     try:
+        model = _with_known_operators(onnx, model)
+        graph = model.graph
+        settle_names(graph)
         _settle(onnx, graph)
-    except (IndexError, AttributeError, TypeError, ValueError) as error:  # a node without what its operator has
-        _refuse_import(error, path)
+    except (IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        _refuse_import(error, path)  # a node without what its operator has, or without a type
     names = identifiers([t.name for t in graph.initializer], [])
     places = {name: f"p{index}_" for index, name in enumerate(names)}
     inputs = [value.name for value in graph.input if value.name not in places]
@@ -298,9 +300,29 @@ def _rename_uses(graph: Any, names: Mapping[str, str]) -> None:
                 _rename_uses(inner, {old: new for old, new in names.items() if old not in hidden})
 
 
+def _check_tensors(func: relax.Function) -> None:
+    """Refuse inputs and results that are no tensors, or of elements smaller than a byte."""
+    fields = func.ret_struct_info
+    made = list(fields.fields) if isinstance(fields, relax.TupleStructInfo) else [fields]
+    infos = {var.name_hint: var.struct_info for var in func.params}
+    infos |= {f"result {number}": info for number, info in enumerate(made)}
+    no_tensors = [n for n, info in infos.items() if not isinstance(info, relax.TensorStructInfo)]
+    problems = [f"{name} is no tensor" for name in no_tensors]
+    problems += [
+        f"{name} is of {infos[name].dtype}, which has parts of bytes"
+        for name in infos.keys() - no_tensors
+        if infos[name].dtype and 1 < tvm_ffi.dtype(infos[name].dtype).bits < 8
+    ]
+    if problems:
+        refuse(
+            sorted(problems), where="the ONNX model", fix="leave it out of what the model takes and gives, or cast it"
+        )
+
+
 def _named(mod: ir.IRModule, names: Mapping[str, str], origin: Mapping[str, str]) -> ImportedModule:
     """The weights that the function takes, and the module with their names. `origin`: TVM's name -> the file's."""
     func = mod["main"]
+    _check_tensors(func)
     values = list(func.attrs["params"]) if "params" in func.attrs else []
     weights = [var.name_hint for var in func.params[len(func.params) - len(values) :]]
     new = {var.name_hint: names[origin.get(var.name_hint, var.name_hint)] for var in func.params}

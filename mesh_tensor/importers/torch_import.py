@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_decompositions import LOOPS as LOOP_OPERATORS
 from .torch_decompositions import decomposed
 from .torch_general import any_operator, stays
+from .torch_inputs import refuse_one_for_another, with_plain_inputs
 from .torch_loops import LOOPS, graphs_within
 from .torch_names import named
 from .torch_numbers import WITH_NUMBERS
@@ -34,9 +36,9 @@ from .torch_program import (
     depends_on_data,
     drop_assertions,
     refuse_autocast,
-    refuse_merged_inputs,
     written_buffers,
 )
+from .torch_sizes import with_size_conditions
 
 
 @uncollected
@@ -45,16 +47,16 @@ def import_torch(
 ) -> ImportedModule:
     """The Relax module of an exported program: `mesh_tensor.from_torch`, without its check of results. `groups`: the
     axes of its collectives' groups, by name, of what is one device's part of a manual computation."""
+    refuse_one_for_another(program)
     refuse_autocast(program)
-    refuse_merged_inputs(program)
-    importer = _Importer()
+    original, importer = program, _Importer()
     importer.groups = groups or {}
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="`isinstance.treespec, LeafSpec", category=FutureWarning
         )  # torch's own
         try:
-            program = decomposed(with_constants(program), KEPT, importer.convert_map)
+            program = decomposed(with_constants(with_plain_inputs(program)), KEPT, importer.convert_map)
         except Exception as error:  # torch's own, of what it can't take apart
             refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
     check_program(program)
@@ -71,7 +73,8 @@ def import_torch(
     )
     if importer.left_over:
         mod = relax.transform.DeadCodeElimination()(mod)
-    return named(mod, program, importer.env, buffers)
+    module = named(mod, program, importer.env, buffers)
+    return replace(module, mod=with_size_conditions(module.mod, original))
 
 
 class _Importer(ExportedProgramImporter):

@@ -91,34 +91,6 @@ def operators(program: torch.export.ExportedProgram) -> Iterator[torch.fx.Node]:
             yield from (node for node in module.graph.nodes if node.op == "call_function")
 
 
-def refuse_merged_inputs(program: torch.export.ExportedProgram) -> None:
-    """Refuse a program whose example has one tensor as several inputs, or as an input and a parameter: torch.export
-    takes all for the last of them, and the others are not looked at."""
-    signature, leaves = program.graph_signature, pytree.tree_leaves(program.example_inputs or ())
-    if len(leaves) != len(signature.user_inputs):
-        return
-    of = {spec.target: spec.arg.name for spec in signature.input_specs if spec.target is not None}
-    named = [*zip(signature.user_inputs, leaves, strict=True)]
-    named += [
-        (of.get(name, name), tensor) for name, tensor in (*program.state_dict.items(), *program.constants.items())
-    ]
-    alike: dict[int, list[str]] = {}
-    for name, value in named:
-        if isinstance(value, torch.Tensor):
-            alike.setdefault(id(value), []).append(str(name))
-    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
-    inputs = set(signature.user_inputs)
-    groups = [names for names in alike.values() if not inputs.isdisjoint(names) and not used.isdisjoint(names)]
-    problems = [f"one tensor is the example of {listing(names)}" for names in groups if not used.issuperset(names)]
-    if problems:
-        refuse(
-            problems,
-            where="the exported program",
-            why="torch.export takes them for one, and what is passed for the others has no influence",
-            fix="export with a tensor of its own for each: x.clone()",
-        )
-
-
 def refuse_autocast(program: torch.export.ExportedProgram) -> None:
     """Refuse a program that was recorded under autocast without saying so: its operators give, of operands in float32
     alone, what only autocast makes of them."""
@@ -208,6 +180,9 @@ class ProgramOfTensors:
             if isinstance(spec.arg, TensorArgument)
         ]
         self.graph_module, self.graph = program.graph_module, program.graph
+        for node in program.graph.find_nodes(op="placeholder"):  # of loaded programs, it is missing
+            if isinstance(value := node.meta.get("val"), torch.Tensor):
+                node.meta.setdefault("tensor_meta", SimpleNamespace(shape=value.shape, dtype=value.dtype))
         self.graph_signature = SimpleNamespace(input_specs=specs)
         self.range_constraints = program.range_constraints
         self.state_dict = {**program.state_dict, **program.constants}

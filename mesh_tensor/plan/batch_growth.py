@@ -6,6 +6,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 
+from tvm import ir
+
 from mesh_tensor.rules.operator import OpRule
 from mesh_tensor.rules.operator.aten import name_of
 from mesh_tensor.rules.operator.rule import Dim, atoms_of
@@ -82,7 +84,7 @@ class Larger:
         """The kinds of a node's results, which are `made` of operands of these kinds if all numbers are constants."""
         if self.differs:
             return [Mixed(self.differs)] * len(made)
-        if any(isinstance(kind, Mixed) for kind in made) or node.kernel is not None:
+        if any(isinstance(kind, Mixed) for kind in made):
             return list(made)
         fixed = [value for value, kind in zip(node.inputs, kinds, strict=True) if isinstance(kind, Fixed)]
         changed = [value for value in fixed if self._is_changed(value)]
@@ -90,9 +92,10 @@ class Larger:
             mine, its = self._numbers.divisor(node), self._others.divisor(self._nodes[node])
             if mine and its and abs(its / mine - self._times) <= 1e-6 * self._times:
                 return [Mean()]
-        if len(fixed) == len(kinds) and self._numbers.of(node.outputs[0]) is not None:
+        alone = len(fixed) == len(kinds)
+        if alone and self._numbers.of(node.outputs[0]) is not None:
             return list(made)
-        if not changed and self._is_as_said(node, rule, made):
+        if not changed and (self._is_same_kernel(node, alone) if node.kernel else self._is_as_said(node, rule, made)):
             return list(made)
         names = " and ".join(value.name for value in changed) or "sizes or constants"
         why = f"{node.where} ({name_of(node.call)}) computes with {names}, which depend on how many rows there are"
@@ -104,6 +107,10 @@ class Larger:
         if mine is not None or its is not None:
             return mine != its
         return value.data is not None and not _is_equal(value, self._twin[value])
+
+    def _is_same_kernel(self, node: Node, alone: bool) -> bool:
+        """Whether a kernel does the same for more rows: what depends on no part of the batch, by its very loops."""
+        return not alone or ir.structural_equal(node.kernel, self._nodes[node].kernel)
 
     def _is_as_said(self, node: Node, rule: OpRule, made: Sequence[Kind]) -> bool:
         """Whether a node does the same with more rows, and its results have the shapes that their kinds say."""

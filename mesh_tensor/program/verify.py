@@ -120,19 +120,25 @@ def held_bytes(program: Program) -> list[int]:
 
 def peak_bytes(program: Program) -> int:
     """The most bytes of tiles and workspaces that one device holds at once."""
-    return max([_Held(program).now, *held_bytes(program)])
+    return _peak(program, _Held(program))
+
+
+def _peak(program: Program, held: _Held) -> int:
+    first = held.now
+    return max([first, *program.mean(held)])
 
 
 class _Held:
-    """What there is; every step means the bytes that are there with it."""
+    """What there is; every step means the bytes that are there with it. `inside`: of a loop, which brings no memory for
+    what its steps give."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, inside: bool = False) -> None:
         self._values = program.values
         self._sizes = {storage: value.tile_bytes for storage, value in program.stored.items()}
         made = {program.values[name].storage for step in program.steps for name in step.makes}
         self._there: set[str] = set()
         self.now = 0
-        for storage in program.inputs | (program.outputs - made):
+        for storage in program.inputs | (set() if inside else program.outputs - made):
             self._add(storage)
 
     def kernel(self, step: Step) -> int:
@@ -146,7 +152,9 @@ class _Held:
         for name in step.makes:
             self._add(self._values[name].storage)
         bodies = [body for body in (step.body, step.test) if isinstance(body, Program)]
-        return self.now + max(peak_bytes(body) - sum(body.values[n].tile_bytes for n in body.takes) for body in bodies)
+        taken = [sum(body.values[name].tile_bytes for name in body.takes) for body in bodies]
+        peaks = [_peak(body, _Held(body, inside=True)) for body in bodies]
+        return self.now + max(peak - there for peak, there in zip(peaks, taken, strict=True))
 
     def op(self, step: OpStep) -> int:
         """Its results come with their memory."""

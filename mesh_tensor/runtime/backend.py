@@ -40,6 +40,10 @@ class Memory:
     def hold(self, storage: str, local: Any, nbytes: int) -> None:
         """From now on `storage` is `local`, of `nbytes` on each device."""
         self.held[storage] = local
+        self.expect(storage, nbytes)
+
+    def expect(self, storage: str, nbytes: int) -> None:
+        """Count `nbytes` for `storage`, as a step makes it bit by bit before it is held."""
         self.live_bytes += nbytes - self._sizes.get(storage, 0)
         self._sizes[storage] = nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

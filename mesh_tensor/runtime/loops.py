@@ -51,19 +51,22 @@ class LoopAction:
         state = {each.now: held[values[each.first].storage] for each in step.carried}
         inner = {each.now for each in step.carried}
         given = {name: held[values[name].storage] for name in step.reads if name not in inner}
-        rows: list[list[Local]] = [[] for _ in step.stacked]
+        rows = [_Rows(step.count or 0) for _ in step.stacked]
+        for name in step.writes:
+            memory.expect(values[name].storage, values[name].tile_bytes)
         done = 0
         while self._goes_on(done, {**given, **state}, memory):
             made = self._body.run({**given, **state}, memory)
             state = {each.now: made[each.then] for each in step.carried}
             for column, (row, _) in zip(rows, step.stacked, strict=True):
-                column.append(made[row])
+                column.put(done, self._tiles.tiles(made[row]))
+            del made
             done += 1
         taken = {memory_of(tile) for local in given.values() for tile in self._tiles.tiles(local)}
         for each in step.carried:
             self._hold(memory, each.last, self._apart(state[each.now], taken))
         for column, (_, name) in zip(rows, step.stacked, strict=True):
-            self._hold(memory, name, self._stacked(column, values[name].tile_shape))
+            self._hold(memory, name, self._tiles.local(column.tiles(values[name].tile_shape)))
 
     def _goes_on(self, done: int, given: dict[str, Local], memory: Memory) -> bool:
         if self._test is None:
@@ -76,16 +79,37 @@ class LoopAction:
         taken.update(map(memory_of, made))
         return self._tiles.local(made)
 
-    def _stacked(self, column: Sequence[Local], shape: tuple[int, ...]) -> Local:
-        """The rows of each device as one tile."""
-        known: dict[tuple[int, ...], torch.Tensor] = {}
+
+class _Rows:
+    """The rows of each device, one of every turn, in the memory that has them all; devices that share every row share
+    that."""
+
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
+        self._made: Sequence[torch.Tensor | None] = ()
+
+    def put(self, turn: int, tiles: Sequence[torch.Tensor]) -> None:
+        """The rows of a turn."""
+        known: dict[tuple[int, int], torch.Tensor] = {}
+        used = set[int]()
         made = []
-        for tiles in zip(*map(self._tiles.tiles, column), strict=True):
-            key = tuple(map(id, tiles))
+        for before, tile in zip(self._made or [None] * len(tiles), tiles, strict=True):
+            key = id(before), id(tile)
             if key not in known:
-                known[key] = torch.stack(tiles).reshape(shape)
+                if before is None:
+                    own = tile.new_empty((self._turns, *tile.shape))
+                else:
+                    own = before.clone() if id(before) in used else before
+                used.add(id(before))
+                own[turn] = tile
+                known[key] = own
             made.append(known[key])
-        return self._tiles.local(made)
+        self._made = made
+
+    def tiles(self, shape: tuple[int, ...]) -> list[torch.Tensor]:
+        """Those of the devices."""
+        known = {id(rows): rows.reshape(shape) for rows in self._made if rows is not None}
+        return [known[id(rows)] for rows in self._made]
 
 
 class _Part:

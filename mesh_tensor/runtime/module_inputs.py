@@ -10,6 +10,7 @@ import torch
 from tvm import arith, ir, relax, tirx
 
 from mesh_tensor.annotations.names import SourceNames, known, relax_function, source_names, without_layout
+from mesh_tensor.annotations.size_conditions import size_conditions, unfulfilled
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.plan.index_checks import IndexCheck
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
@@ -36,8 +37,15 @@ class ModuleSignature:
         self.params = tuple(_param(var, function) for var in func.params)
         self._own = {param.name for param in self.params}
         self._source_names = source_names(func)
+        self._conditions = size_conditions(func)
         self.names = self._names()
         self._free: tuple[Mapping[str, Any], tuple[str, ...]] = ({}, tuple(param.name for param in self.params))
+        self._places = {
+            size.name: f"dim {dim} of {param.name!r}"
+            for param in reversed(self.params)
+            for dim, size in enumerate(param.shape)
+            if isinstance(size, tirx.Var)
+        }
         self.symbols = tuple(dict.fromkeys(size for p in self.params for size in p.shape if isinstance(size, tirx.Var)))
 
     def _names(self) -> dict[str, list[str]]:
@@ -137,6 +145,9 @@ class ModuleSignature:
                 for p in self.params
                 if p.name in tensors and not _follows(p, tensors[p.name], sizes)
             ]
+        if not problems and self._conditions:
+            known = {var.name: size for var, size in sizes.items()}
+            problems = list(unfulfilled(self._conditions, known, self._places))
         if problems:
             given = [tensors[p.name] for p in self.params if p.name in tensors]
             fix = fix_of(problems, given, "pass tensors of the module's shapes and dtypes")

@@ -23,7 +23,7 @@ from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.plan_module import PlanOptions, plan_graph, read_module
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.verify import peak_bytes
-from mesh_tensor.simulation.streams import Events, play
+from mesh_tensor.simulation.streams import Events, called_seconds, play
 
 ParameterLayouts = Mapping[str, Mapping[str, int]]  # parameter -> axis -> dim
 NamedLayouts = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]  # the same, in order of names
@@ -155,7 +155,7 @@ def _simulated(program: Program, machine: Machine, named: NamedLayouts) -> Strat
     """What the program of a strategy takes."""
     time, _ = play(Events(program, machine).all, len(machine.links), machine.busy)
     received = sum(step.bytes for step in program.steps)
-    return Strategy(program.mesh, named, time + machine.call, peak_bytes(program), received)
+    return Strategy(program.mesh, named, time + called_seconds(program, machine), peak_bytes(program), received)
 
 
 def _deeper(two: Strategy, three: Strategy, more: int, named: NamedLayouts) -> Strategy:

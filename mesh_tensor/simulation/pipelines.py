@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -214,8 +214,9 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
     """
     machine.check_holds(pipe.topology.num_devices, str(pipe.topology))
     stages, names = pipe.fragments, pipe.topology.names
+    inside = replace(machine, result=0.0)  # what fragments make stays where it is
     made = {
-        (here.stage.index, kind): simulation(fragment.module.program, machine)
+        (here.stage.index, kind): simulation(fragment.module.program, inside)
         for here in stages
         for kind, fragment in here.fragments.items()
     }

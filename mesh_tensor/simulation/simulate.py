@@ -19,7 +19,7 @@ from mesh_tensor.program.program import Program
 from mesh_tensor.program.verify import held_bytes
 
 from .pipelines import PipelineSimulation, simulate_pipeline
-from .streams import COMPUTE, RUN, WAIT, Events, critical, play
+from .streams import COMPUTE, RUN, WAIT, Events, called_seconds, critical, play
 from .summary import Group, groups, page, table, trace, why
 
 
@@ -94,7 +94,8 @@ class Simulation:
         self.program, self.machine = program, machine
         self._events = Events(program, machine)
         took, self._ends = play(self._events.all, len(machine.links), machine.busy)
-        self.time = took + machine.call
+        self._called = called_seconds(program, machine)
+        self.time = took + self._called
         self.computing = sum(event.seconds for event in self._events.all if event.kind == RUN)
 
     @cached_property
@@ -120,7 +121,7 @@ class Simulation:
     @property
     def exposed(self) -> float:
         """The share of the time that the device waits for collectives."""
-        return (self.time - self.machine.call - self.computing) / self.time if self.time else 0.0
+        return max(0.0, self.time - self._called - self.computing) / self.time if self.time else 0.0
 
     @property
     def flops(self) -> int:
@@ -164,7 +165,7 @@ class Simulation:
         """The seconds that everything would take if steps of these kinds took none."""
         gone = set(kinds)
         events = [e._replace(seconds=0.0) if c.kind in gone else e for e, c in self._timed()]
-        return play(events, len(self.machine.links), self.machine.busy)[0] + self.machine.call
+        return play(events, len(self.machine.links), self.machine.busy)[0] + self._called
 
     def why(self, most: int = 3) -> str:
         """The steps that cost most, what they cost it for, and what would change that."""

@@ -27,7 +27,7 @@ from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
 from mesh_tensor.rules.kernel.cost import has_products
 from mesh_tensor.rules.operator.call import operator_name
-from mesh_tensor.rules.operator.cost import operator_work, touched_bytes
+from mesh_tensor.rules.operator.cost import operator_work, read_bytes, touched_bytes
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
 RUN, SEND, START, WAIT = range(4)
@@ -106,6 +106,15 @@ class Events:
 
 def _on_device(cost: StepCost) -> tuple[Event, StepCost] | None:
     return (Event(RUN, cost.seconds, 0), cost) if cost.seconds else None
+
+
+def called_seconds(program: Program, machine: Machine) -> float:
+    """What a run takes beside its steps, with handing on the results that operators make; kernels write to them."""
+    made = {program.values[name].storage for step in program.ops for name in step.results} if machine.result else ()
+    given = [program.values[each.output] for each in program.parameters if each.output is not None]
+    given = [value for value in given if value.storage in made]
+    results = [math.prod(value.shape) * dtype_bits(value.dtype) // 8 for value in given]
+    return machine.called(sum(value.tile_bytes for value in program.stored.values()), results)
 
 
 def play(events: Iterable[Event], links: int, busy: float) -> tuple[float, list[float]]:
@@ -190,11 +199,12 @@ class StepCosts:
         self._apart: dict[str, frozenset[str]] = {}  # value -> axes along which devices have it in other memory
         self._all = sum(value.tile_bytes for value in program.stored.values())
         self._now, self._touched = self._all, dict[str, int]()  # bytes touched so far, and when a value was, at last
+        self._ran: dict[str, int] = {}  # ... and when an operator or kernel ran
 
     def inside(self, body: Program) -> StepCosts:
         """Prices of a loop's body: what it takes was touched before it when it was here."""
         made = StepCosts(body, self._machine)
-        made._now = self._now
+        made._now, made._ran = self._now, self._ran
         made._touched = {name: self._touched[name] for name in body.takes if name in self._touched}
         return made
 
@@ -217,8 +227,9 @@ class StepCosts:
         work = self._machine.work(step.flops, nbytes, dtype, f"kernel {step.name}", *rows, "kernel", "product")
         rounds = self._machine.rounds(self._program.mesh.num_devices)
         work = self._from(work, self._levels(step.args, nbytes), [value.tile_bytes for value in values], nbytes)
+        colder = self._colder(f"kernel {step.name}")
         self._touch(step.args, rounds)
-        seconds = self._machine.in_turn(work, rounds, self._program.mesh.num_devices)
+        seconds = self._machine.in_turn(work, rounds, self._program.mesh.num_devices, colder)
         return StepCost(f"kernel {step.name}", COMPUTE, seconds, work.bound, step.flops, nbytes)
 
     def op(self, step: OpStep) -> StepCost:
@@ -229,10 +240,13 @@ class StepCosts:
         different = math.prod(self._program.mesh.size(axis) for axis in apart)
         rounds = self._machine.rounds(different)
         levels = self._levels(step.args, touched_bytes(step.call))
-        key = (step.call.name, step.call.inputs, step.call.outputs, step.flops, copied, different, levels)
+        name = operator_name(step.call)
+        of = step.call.literals if name == VJP else ()  # gradients of which operator
+        colder = self._colder(f"{name}{of}")
+        key = (name, of, step.call.inputs, step.call.outputs, step.flops, copied, different, levels, colder)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._priced(step, copied, rounds, levels)
+            found = self._known[key] = self._priced(step, copied, rounds, levels, colder)
         if found.nbytes:
             self._touch((*step.args, *step.results), rounds)
         else:  # views
@@ -257,16 +271,20 @@ class StepCosts:
         work = Work(machine.launch, 0.0, nbytes / machine.memory_rate(nbytes))
         return StepCost(name, COMPUTE, work.seconds, work.bound, 0, nbytes)
 
-    def _priced(self, step: OpStep, copied: bool, rounds: int, levels: tuple[int, ...]) -> StepCost:
+    def _priced(self, step: OpStep, copied: bool, rounds: int, levels: tuple[int, ...], colder: float) -> StepCost:
         again = self._machine.processors is not None and self._program.mesh.num_devices > 1
         work, name = operator_work(step.call, self._machine, copied, again), operator_name(step.call)
-        sizes = [tensor.elements * dtype_bits(tensor.dtype) // 8 for tensor in step.call.inputs]
-        work = self._from(work, levels, sizes, touched_bytes(step.call))
+        work = self._from(work, levels, read_bytes(step.call), touched_bytes(step.call))
         if name == VJP:
             name = f"gradient of {operator_name(vjp_of(step.call).calls[-1][0])}"
         nbytes = touched_bytes(step.call) if work.memory else 0
-        seconds = self._machine.in_turn(work, rounds, self._program.mesh.num_devices)
+        seconds = self._machine.in_turn(work, rounds, self._program.mesh.num_devices, colder)
         return StepCost(name, COMPUTE, seconds, work.bound, step.flops if work.flops else 0, nbytes)
+
+    def _colder(self, name: str) -> float:
+        """What starting that is now, by what was touched since it ran last."""
+        last, self._ran[name] = self._ran.get(name, 0), self._now
+        return self._machine.colder(self._now - last)
 
     def _levels(self, names: Iterable[str], nbytes: int) -> tuple[int, ...]:
         """Per value of a step that touches so many bytes: the number of the memory that it is in."""
@@ -279,12 +297,11 @@ class StepCosts:
 
     def _from(self, work: Work, levels: tuple[int, ...], sizes: Sequence[int], nbytes: int) -> Work:
         """The work, for values of these sizes that come from memory of these levels, instead of that of `nbytes`."""
-        if not levels or not nbytes:
+        if not levels or not work.memory:
             return work
         near = self._machine.memory_rate(nbytes)
         pairs = zip(sizes, levels, strict=True)
-        longer = sum(size * (near / self._machine.memory[level].rate - 1) for size, level in pairs)
-        return replace(work, memory=work.memory * (1 + longer / nbytes))
+        return replace(work, far=sum(size / self._machine.memory[level].rate - size / near for size, level in pairs))
 
     def _touch(self, names: Iterable[str], rounds: int) -> None:
         """A step of so many rounds goes through the values."""

@@ -171,6 +171,19 @@ def test_states(run):
     assert "'weight' is (3, 4) torch.float64" in message
 
 
+def test_states_of_other_frozen_parameters():
+    """They would be left out without a word, and losses be others."""
+    model, x, y = _model()
+    model.bias.requires_grad_(False)
+    run = mt.distribute_module(mt.training_step(model, F.cross_entropy, (x, y)), {"data": 2})
+    state = run.state_dict()
+    run.load_state_dict(state)
+    run.load_state_dict({name: tensor for name, tensor in state.items() if name != "bias"})
+    for other in (state["bias"] + 1, state["bias"].double(), torch.zeros(4), None):
+        message = _refused(run.load_state_dict, state | {"bias": other})
+        assert "'bias' is not trained, and is another than the model's" in message
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -3,8 +3,19 @@
 import pytest
 import tilelang.language as T
 import torch
+from tvm import tirx
 
-from kernels.paged import paged_attention, paged_attention_reference, staged_histogram
+from kernels.paged import (
+    paged_attention,
+    paged_attention_reference,
+    paged_latent_attention,
+    paged_latent_attention_reference,
+    staged_histogram,
+)
+from mesh_tensor.rules.kernel.finite_blocks import _without_loads
+from mesh_tensor.rules.kernel.normalize import normalize
+from mesh_tensor.rules.kernel.reader import read_kernel
+from mesh_tensor.tir.nodes import loads
 from tests.other_machines import machine
 
 from .every_layout import check
@@ -35,6 +46,61 @@ def test_a_device_walks_its_own_pages():
     local = text(lowered(paged_attention(3, 2, 8, 3, 5, page=4), {"x": 2}, PAGES, strict=True).steps[0].func)
     assert "7), 0) - x * 4 >= 0 and" in local
     assert "one_iteration" not in local
+
+
+def latent_attention(count, more=0):
+    """Pages of 4 rows, `count` of them, and what it is called with: of the last page nothing is read, or `more`."""
+    lengths = torch.tensor([8, 5, 1]).int()
+    inputs = [torch.randn(3, 2, 5), torch.randn(4 * count, 5), TABLES["inside"] % count, lengths]
+    return paged_latent_attention(3, 2, count, 3, 5, page=4, more=more), inputs
+
+
+def latent_reference(*inputs):
+    return paged_latent_attention_reference(*inputs, page=4)
+
+
+@pytest.mark.parametrize(("count", "devices"), [(8, 2), (7, 3)])
+def test_pages_that_lie_one_after_the_other_in_rows(count, devices):
+    """What is masked is said first, of rows whose number is bound: all the same, every page has a row that counts."""
+    func, inputs = latent_attention(count)
+    layouts = {"KV": {"x": 0}}
+    with machine(1):
+        steps = outline(lowered(func, {"x": devices}, layouts))
+        if count == 8:
+            assert not [step for step in steps if step.startswith("all_gather(KV")]
+        assert_right(func, {"x": devices}, layouts, inputs, latent_reference, rtol=1e-5, atol=1e-5)
+
+
+def test_pages_of_which_nothing_counts_are_gathered():
+    """A device that has seen nothing else would start from what is nothing."""
+    func, inputs = latent_attention(8, more=1)
+    with machine(1):
+        assert outline(lowered(func, {"x": 2}, {"KV": {"x": 0}}))[0].startswith("all_gather(KV")
+        assert_right(func, {"x": 2}, {"KV": {"x": 0}}, inputs, latent_reference, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_bound_is_told_by_what_stays_alone():
+    """A bound that was read on chip, or of a parameter that the kernel writes, may be another by then."""
+
+    @T.prim_func
+    def kernel(lengths: T.Tensor((3,), "int32"), counts: T.Tensor((3,), "int32"), Y: T.Tensor((3,), "int32")):
+        with T.Kernel(3, threads=32) as bx:
+            left = T.alloc_local((1,), "int32")
+            left[0] = lengths[bx]
+            stays = lengths[bx] + 1
+            on_chip = left[0] + 1
+            written = counts[bx] + 1
+            left[0] = 0
+            counts[bx] = 0
+            Y[bx] = on_chip + written + left[0] + counts[bx]
+            for k in T.serial(stays):
+                if stays - k > 2:
+                    Y[bx] += k
+
+    read = read_kernel(normalize(kernel))
+    told = {var.name: _without_loads([var], read)[0] for var in read.binds}
+    assert {name for name, expr in told.items() if not isinstance(expr, tirx.Var)} == {"stays"}
+    assert not loads(told["stays"])
 
 
 @pytest.mark.parametrize("devices", [2, 3])

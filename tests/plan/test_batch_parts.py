@@ -252,6 +252,30 @@ def test_kernels_on_what_is_the_same_for_all_rows(kernel, kind):
     assert kind is Rows or "which has as many as one microbatch" in found.why
 
 
+@pytest.mark.parametrize("size", [4, 6])
+def test_kernels_that_are_others_for_more_rows(size):
+    """One sums as many ones as a part has rows, the other one always six."""
+
+    def made(rows):
+        count = rows if size == 4 else 6
+
+        @T.prim_func
+        def total(A: T.Buffer((count,), "float32"), C: T.Buffer((1,), "float32")):
+            for i in range(count):
+                with T.sblock("C"):
+                    vi = T.axis.remap("R", [i])
+                    with T.init():
+                        C[0] = T.float32(0)
+                    C[0] = C[0] + A[vi]
+
+        ones = ("ones", lambda builder, env: relax.op.ones((count,), "float32"))
+        result = ("y", lambda builder, env: relax.op.add(env["x"], env["made"]))
+        return module({"x": (rows, 6)}, [ones, ("made", call(total, "ones", shape=(1,))), result])
+
+    (found,) = batch_parts(made(4), "main", ["x"], larger=made(8)).kinds
+    assert isinstance(found, Rows if size == 6 else Mixed), found
+
+
 def test_values_that_are_used_twice_are_looked_at_once():
     """Layers with residual connections: 2^60 ways lead from the result to the input."""
     builder, x = relax.BlockBuilder(), relax.Var("x", relax.TensorStructInfo((4, 3), "float32"))

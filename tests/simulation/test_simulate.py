@@ -11,7 +11,9 @@ import mesh_tensor as mt
 from kernels.matmul import matmul
 from kernels.models import gpt2
 from mesh_tensor.base.machine import Link, Machine, Memory, Roofline
-from tests.plan.loop_modules import Loop, looped, recurrent, unrolled
+from mesh_tensor.rules.operator.call import op_call
+from mesh_tensor.rules.operator.vjp import vjp_call
+from tests.plan.loop_modules import LOOPS, Loop, looped, recurrent, unrolled
 
 FAST = Machine(
     "fast",
@@ -201,3 +203,86 @@ def test_attention_reduces_its_scores_between_its_products():
     scores = 2 * 4 * 64 * 64
     for size in (16, 32):
         assert took(size, 0.01) == pytest.approx((4 * size * scores + 100 * scores) / 1e9)
+
+
+def _of(emit, *shapes, dtypes=()):
+    """What a function of tensors of these shapes is on one device; `emit` makes its result of a builder and these."""
+    dtypes = [*dtypes, *["float32"] * (len(shapes) - len(dtypes))]
+    infos = [relax.TensorStructInfo(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    params = [relax.Var(f"x{number}", info) for number, info in enumerate(infos)]
+    builder = relax.BlockBuilder()
+    with builder.function("main", params):
+        with builder.dataflow():
+            result = builder.emit_output(emit(builder, *params))
+        builder.emit_func_output(result)
+    return mt.distribute_module(builder.get(), {"x": 1}, target="c")
+
+
+TWO = replace(FAST, memory=(Memory(1000, 1e11), Memory(10_000, 1e10), Memory(10**12, 1e9)))
+
+
+def test_nothing_hides_what_is_read_from_far_memory():
+    """An activation's operand is read from far away before it computes, for however long."""
+    run = _of(lambda builder, x: relax.op.nn.relu(builder.emit(relax.op.tanh(x))), (16, 16))  # a run touches 3 KB
+    machine = replace(TWO, memory=(Memory(2500, 1e11), Memory(10**12, 1e9)))
+    for share in (1e-3, 1e-6):
+        first = mt.simulate(run, replace(machine, classes={"tanh": Roofline(flops=share)})).steps[0]
+        assert first.end == pytest.approx(256 / (1e12 * share) + 1024 / 1e9 - 1024 / 1e11)
+
+
+def test_lookups_read_the_rows_that_they_give():
+    run = _of(lambda builder, x, at: relax.op.take(x, at, 0), (1 << 20, 8), (4,), dtypes=("float32", "int64"))
+    (step,) = mt.simulate(run, FAST).steps
+    assert (step.flops, step.nbytes) == (4 * 8, 4 * 8 * 4 * 2 + 4 * 8)
+
+
+def test_gradients_of_operators_are_priced_by_their_operator():
+    """Two gradients with operands and results of the same shapes, one after the other."""
+
+    def emit(builder, x, seed):
+        for forward in (relax.op.nn.gelu, relax.op.nn.silu):
+            call = op_call(builder.normalize(forward(x)))
+            seed = builder.emit(vjp_call(call, [x], {0: seed}, [0]))
+        return seed
+
+    classes = {"gradient of nn.gelu": Roofline(start=1.0), "gradient of nn.silu": Roofline(start=2.0)}
+    steps = mt.simulate(_of(emit, (4, 4), (4, 4)), replace(FAST, classes=classes)).steps
+    assert [step.kind for step in steps] == ["gradient of nn.gelu", "gradient of nn.silu"]
+    assert [step.end - step.start for step in steps] == pytest.approx([1.0, 2.0], rel=1e-3)
+
+
+def test_what_starts_is_colder_the_more_was_touched_since():
+    """Twice as long beyond the second memory, as long as ever within the first; halfway, half of that more."""
+
+    def took(rows):
+        run = _of(lambda builder, x: relax.op.nn.relu(builder.emit(relax.op.nn.relu(x))), (rows, 1))
+        first, second = mt.simulate(run, replace(TWO, launch=1.0, cold=2.0)).steps
+        return [round(step.end - step.start, 2) for step in (first, second)]
+
+    assert took(8) == [1.0, 1.0]
+    assert took(10_000) == [2.0, 2.0]
+    assert took(688) == [
+        1.75,
+        1.5,
+    ]  # three values of 2752 bytes since the last run, two since the last step; in eighths
+
+
+def test_results_are_handed_on_at_a_price():
+    run = _of(lambda builder, x: relax.op.nn.relu(x), (64, 64))
+    plain = mt.simulate(run, FAST).time
+    made = mt.simulate(run, replace(FAST, result=1e-3))
+    assert made.time == pytest.approx(plain + 1e-3 + 2 * 4 * 64 * 64 / 1e11)
+    assert made.exposed == pytest.approx(0.0)
+    kernel = k_split(1)  # writes to what its caller has
+    assert mt.simulate(kernel, replace(FAST, result=1e-3)).time == mt.simulate(kernel, FAST).time
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(("mesh", "layouts"), [({"x": 1}, {}), ({"x": 2}, {"c0": {"x": 0}})])
+def test_memory_of_loops_is_what_the_runtime_holds(name, mesh, layouts):
+    mod = looped(LOOPS[name], 5)
+    tensors = [torch.rand([int(size) for size in p.struct_info.shape]) for p in mod["main"].params]
+    run = mt.distribute_module(mod, mesh, layouts)
+    run(*tensors)
+    (launch,) = run._launches
+    assert mt.simulate(run).peak_bytes == launch._run.peak_bytes

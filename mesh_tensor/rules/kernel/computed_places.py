@@ -202,12 +202,11 @@ def _in_blocks(
         plain = without_binds(low, kernel) if place.is_loaded else low
         if place.is_loaded and not loads(plain):
             return low
-        low = plain
-        start = analyzer.simplify(tirx.stmt_functor.substitute(low, inner))
+        start = analyzer.simplify(tirx.stmt_functor.substitute(plain, inner))
         if vars_of([start], {}) == used:
             for block in blocks:
                 if analyzer.can_prove_equal(start, place.number * block):
-                    return var * block + analyzer.simplify(low - start)
+                    return var * block + analyzer.simplify(plain - start)
         return low
 
     def placed(_: tirx.Buffer, mins: Sequence, extents: Sequence) -> tuple[list, list]:

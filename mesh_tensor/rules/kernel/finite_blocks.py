@@ -12,13 +12,14 @@ from tvm import tirx
 
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import is_const, loads, nodes, same_expression
 from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Fill, Gemm, Reduce
 
 from .iterations import Iteration
 from .live_ranges import LiveRange
-from .statements import Access, Kernel, Statement
+from .statements import Access, Kernel, Statement, without_binds
 
 _FINITE = (tirx.Var, tirx.BufferLoad, tirx.Cast, tirx.Add, tirx.Sub, tirx.Mul, tirx.Min, tirx.Max, tirx.Select)
 _FINITE_OPS = frozenset(f"tirx.{name}" for name in ("if_then_else", "tanh", "sigmoid", "exp", "exp2", "fabs"))
@@ -82,13 +83,16 @@ def _chosen(iteration: Iteration, expr: tirx.PrimExpr, statement: Statement) -> 
     given, wanted = _without_loads([tirx.all(inside, *known), condition], iteration.kernel)
     with analyzer.constraint_scope(given):
         certain = analyzer.can_prove(wanted)
-    yield from _chosen(iteration, then, statement)
+        never = not certain and analyzer.can_prove(tirx.Not(wanted))
+    if not never:
+        yield from _chosen(iteration, then, statement)
     if not certain:
         yield from _chosen(iteration, otherwise, statement)
 
 
 def _without_loads(exprs: Sequence[tirx.PrimExpr], kernel: Kernel) -> list[tirx.PrimExpr]:
-    """The expressions with a variable for each element that they load of parameters that nothing writes."""
+    """The expressions with a variable for each element that they load of parameters that nothing writes, by way of
+    what their variables are bound to, too."""
     named = list[tuple[tirx.BufferLoad, tirx.Var]]()
 
     def name(load: tirx.BufferLoad) -> tirx.Var | None:
@@ -100,7 +104,10 @@ def _without_loads(exprs: Sequence[tirx.PrimExpr], kernel: Kernel) -> list[tirx.
             named.append((load, known))
         return known
 
-    plain = [tirx.stmt_functor.ir_transform(tirx.Evaluate(e), None, name, ["tirx.BufferLoad"]) for e in exprs]
+    values = {var: without_binds(var, kernel) for expr in exprs for var in vars_of([expr], {}) if var in kernel.binds}
+    kept = {var: e for var, e in values.items() if all(kernel.keeps(load.buffer) for load in loads(e))}
+    told = [tirx.Evaluate(tirx.stmt_functor.substitute(expr, kept)) for expr in exprs]
+    plain = [tirx.stmt_functor.ir_transform(stmt, None, name, ["tirx.BufferLoad"]) for stmt in told]
     return [stmt.value for stmt in plain]
 
 

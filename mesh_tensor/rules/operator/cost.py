@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from mesh_tensor.base.dtypes import dtype_bits
+from mesh_tensor.base.dtypes import TensorType, dtype_bits
 from mesh_tensor.base.machine import Machine, Work
 
 from .call import OpCall, operator_name
@@ -49,6 +49,7 @@ _CLASSES = {
     + (SOFTMAX_GRADIENT, LOG_SOFTMAX_BACKWARD, "nn.cross_entropy_with_logits", "nn.nll_loss")
     + ("collapse_sum_to", "collapse_sum_like"),
 }
+_LOOKUPS = ("take", "gather_elements", "gather_nd")
 _CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names}
 
 
@@ -73,7 +74,8 @@ def count_flops(call: OpCall) -> int:
         return 2 * call.outputs[0].elements * weight.elements // max(1, weight.shape[0])
     if call.name.startswith("nn.attention"):
         return 4 * _scores(call) * call.inputs[0].shape[-1]
-    return max((math.prod(tensor.shape) for tensor in (*call.inputs, *call.outputs)), default=0)
+    counted = call.outputs if call.name in _LOOKUPS else (*call.inputs, *call.outputs)
+    return max((math.prod(tensor.shape) for tensor in counted), default=0)
 
 
 def _scores(call: OpCall) -> int:
@@ -101,10 +103,22 @@ def _differentiated(call: OpCall) -> int:
 
 
 def touched_bytes(call: OpCall) -> int:
-    """The bytes of its operands and results; of gradients, those of three calls."""
+    """The bytes that it reads and writes; of gradients, those of three calls on all of their operands."""
     if operator_name(call) == VJP:
-        return 3 * sum(touched_bytes(of) for of, _ in vjp_of(call).calls)
-    return sum(tensor.elements * dtype_bits(tensor.dtype) // 8 for tensor in (*call.inputs, *call.outputs))
+        return 3 * sum(_nbytes(tensor) for of, _ in vjp_of(call).calls for tensor in (*of.inputs, *of.outputs))
+    return sum(read_bytes(call)) + sum(map(_nbytes, call.outputs))
+
+
+def read_bytes(call: OpCall) -> list[int]:
+    """The bytes that it reads of each operand: of a table that rows are looked up in, no more than it gives."""
+    sizes = [_nbytes(tensor) for tensor in call.inputs]
+    if call.name in _LOOKUPS:
+        sizes[0] = min(sizes[0], sum(map(_nbytes, call.outputs)))
+    return sizes
+
+
+def _nbytes(tensor: TensorType) -> int:
+    return tensor.elements * dtype_bits(tensor.dtype) // 8
 
 
 def gradient_class(name: str) -> str:
@@ -142,7 +156,8 @@ def _on_operands(call: OpCall, machine: Machine, times: int, *names: str) -> Wor
     """So many times a call's operations, or its operands and results, in a class. Attention's scores become weights
     between its products, as a reduction does that, in no other memory."""
     dtype = next((tensor.dtype for tensor in (*call.inputs, *call.outputs)), "float32")
-    work = machine.work(times * count_flops(call), times * touched_bytes(call), dtype, *names)
+    nbytes = touched_bytes(call) if times == 1 else times * sum(map(_nbytes, (*call.inputs, *call.outputs)))
+    work = machine.work(times * count_flops(call), nbytes, dtype, *names)
     if not call.name.startswith("nn.attention"):
         return work
     return replace(work, flops=work.flops + machine.work(times * _scores(call), 0, dtype, "reduce").flops)

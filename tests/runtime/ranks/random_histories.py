@@ -183,8 +183,10 @@ class _Both:
     def bad_state(self) -> None:
         for run in (self.real, self.virtual):
             state = run.state_dict()
-            del state["model.classes.bias"]
-            assert "'model.classes.bias' is missing" in refusal(lambda run=run, state=state: run.load_state_dict(state))
+            del state["model.classes.weight"]
+            assert "'model.classes.weight' is missing" in refusal(
+                lambda run=run, state=state: run.load_state_dict(state)
+            )
 
     def evaluate(self) -> None:
         """What the model gives that was trained so far: as torch has it, from the state of the ranks."""
@@ -195,7 +197,8 @@ class _Both:
         with torch.no_grad():
             module, expected = mt.from_torch(torch.export.export(self.model, (x,))), self.model(x)
         run = mt.distribute_module(module, self.ranks, {"x": {"d": 0}})
-        torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-5)
+        close = (1e-4, 1e-5) if expected.itemsize >= 4 else (3e-2, 3e-2)
+        torch.testing.assert_close(run(x), expected, rtol=close[0], atol=close[1])
         self.model.train(was)
 
 

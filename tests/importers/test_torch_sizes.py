@@ -1,0 +1,116 @@
+"""A model that decides by sizes is recorded with one way: the module takes the sizes of that one, and no others."""
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import mesh_tensor as mt
+
+
+class ByMost(nn.Module):
+    def forward(self, a):
+        return a * 2 if a.shape[0] <= 8 else a * 3
+
+
+class ByRest(nn.Module):
+    def forward(self, a):
+        return a * 2 if a.shape[0] % 2 == 0 else a * 3
+
+
+class ByOther(nn.Module):
+    def forward(self, a, b):
+        return a.sum() + b.sum() if a.shape[0] > b.shape[0] else a.sum() - b.sum()
+
+
+class OfNested(nn.Module):
+    def forward(self, a, d, *, o=None):
+        small = a[0].shape[0] < 50 and d["k"][0].shape[0] % 2 == 1 and o.shape[0] > a[0].shape[0]
+        return a[0] + d["k"][1] if small else a[0]
+
+
+class InFours(nn.Module):
+    def forward(self, a):
+        return a.view(-1, 4, 8).sum(1)
+
+
+OPEN = {0: Dim.AUTO}
+NESTED = ([OPEN], {"k": (OPEN, OPEN)}, OPEN)
+
+
+def rows(*counts):
+    return tuple(torch.randn(count, 8) for count in counts)
+
+
+def nested(a, k, o):
+    given, first, second, last = rows(a, k, a, o)
+    return ([given], {"k": (first, second)}), {"o": last}
+
+
+def program(model, args, kwargs, shapes, strict, tmp_path, loaded):
+    made = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=strict)
+    if not loaded:
+        return made
+    torch.export.save(made, tmp_path / "program.pt2")
+    return torch.export.load(tmp_path / "program.pt2")
+
+
+CASES = [
+    (ByMost(), (rows(4), {}), (OPEN,), (rows(8), {}), (rows(9), {}), "9 (dim 0 of 'a')"),
+    (ByMost(), (rows(4), {}), ({0: Dim("b", max=8)},), (rows(1), {}), (rows(9), {}), "<= 8"),
+    (ByMost(), (rows(9), {}), (OPEN,), (rows(12), {}), (rows(8), {}), ">= 9"),
+    (ByRest(), (rows(4), {}), (OPEN,), (rows(6), {}), (rows(5), {}), "% 2 == 0"),
+    (ByOther(), (rows(4, 3), {}), (OPEN, OPEN), (rows(7, 2), {}), (rows(3, 5), {}), "5 (dim 0 of 'b')"),
+    (InFours(), (rows(8), {}), (OPEN,), (rows(12), {}), (rows(10), {}), "% 32 == 0"),
+    (InFours(), (rows(8), {}), ({0: 4 * Dim("q", max=8)},), (rows(32), {}), (rows(36), {}), "<= 32"),
+    (OfNested(), nested(6, 3, 9), NESTED, nested(7, 5, 8), nested(7, 4, 8), "% 2 == 1"),
+    (OfNested(), nested(6, 3, 9), NESTED, nested(49, 5, 50), nested(50, 5, 60), "< 50"),
+    (OfNested(), nested(6, 3, 9), NESTED, nested(6, 3, 7), nested(6, 3, 6), "(dim 0 of 'o')"),
+]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_sizes_are_those_that_torch_takes(number, loaded, strict, tmp_path):
+    model, (args, kwargs), shapes, (good, by_name), (bad, bad_by_name), told = CASES[number]
+    exported = program(model, args, kwargs, shapes, strict, tmp_path, loaded)
+    module = mt.from_torch(exported)
+    for mesh in ({"x": 1}, {"x": 2}):
+        run = mt.distribute_module(module, mesh, {})
+        torch.testing.assert_close(run(*good, **by_name), model(*good, **by_name))
+        with pytest.raises(mt.MeshTensorError) as error:
+            run(*bad, **bad_by_name)
+        assert told in str(error.value)
+
+
+def test_the_module_alone_has_the_conditions_wherever_it_goes(tmp_path):
+    module = mt.from_torch(torch.export.export(ByRest(), rows(4), dynamic_shapes=(OPEN,)))
+    mt.save_module(module.mod, tmp_path / "module.json")
+    saved = mt.load_module(tmp_path / "module.json")
+    mt.save(mt.distribute_module(module.mod, {"x": 2}, {"a": {"x": 0}}), tmp_path / "run")
+    for run in (mt.distribute_module(saved, {"x": 2}, {"a": {"x": 0}}), mt.load(tmp_path / "run")):
+        (a,) = rows(6)
+        torch.testing.assert_close(run(a), a * 2)
+        with pytest.raises(mt.MeshTensorError, match="% 2 == 0"):
+            run(*rows(5))
+    with pytest.raises(mt.MeshTensorError, match="% 2 == 0"):
+        mt.run_sequential(module.mod, rows(5))
+
+
+@pytest.mark.parametrize(
+    "text", ["__import__('os')", "s.real == 1", "[s for s in (1,)] == 1", "(", "max(s, key=s) == 1", "'a' == 'a'"]
+)
+def test_conditions_of_files_are_read_and_not_trusted(text):
+    module = mt.from_torch(torch.export.export(ByRest(), rows(4), dynamic_shapes=(OPEN,)))
+    mod = module.mod.clone()
+    mod["main"] = mod["main"].with_attr("mesh_tensor_sizes", [text])
+    with pytest.raises(mt.MeshTensorError, match="on sizes can't be read"):
+        mt.distribute_module(mod, {"x": 2}, {})
+
+
+def test_a_program_from_a_file_has_the_shapes_of_its_own_inputs(tmp_path):
+    model, (x,) = nn.Linear(8, 16), rows(4)
+    exported = program(model, (x,), {}, None, False, tmp_path, loaded=True)
+    run = mt.distribute_module(mt.from_torch(exported), {"x": 2}, {"weight": {"x": 0}})
+    torch.testing.assert_close(run(x), model(x).detach())
