@@ -19,6 +19,7 @@ from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Factor, tile_extent
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, ShardingRule, sharding_rule_of
 from mesh_tensor.rules.kernel.statements import buffer_params
+from mesh_tensor.tir.nodes import int_or
 
 from .original_dims import with_original_dims
 from .splits import Split
@@ -284,7 +285,7 @@ class _Layouts:
 def plan_for(src: Sharding, dst: Sharding, shape: Sequence[int | tirx.PrimExpr]) -> tuple[Move, ...]:
     """The moves from `src` to `dst` of a tensor of the global `shape`."""
     large = _UNKNOWN * src.mesh.num_devices
-    return plan_moves(src, dst, [int(size) if isinstance(size, (int, tirx.IntImm)) else large for size in shape])
+    return plan_moves(src, dst, [int_or(size, large) for size in shape])
 
 
 def decisions_of(lowered: Lowered) -> Decisions:
@@ -304,7 +305,7 @@ def _factors(lowered: Lowered) -> list[str]:
         size = _whole_size(lowered, by_name[name])
         tile = tile_extent(size, [lowered.mesh.size(a) for a in axes])
         why = "; ".join(dict.fromkeys(assignment.reasons[a] for a in axes)) or "no axis uses it"
-        rows.append((name, _plain(size), kind.split(":")[0], ", ".join(axes) or "-", _plain(tile), why))
+        rows.append((name, int_or(size, size), kind.split(":")[0], ", ".join(axes) or "-", int_or(tile, tile), why))
     unused = [axis for axis, factor in assignment.axes.items() if factor is None]
     return [*columns(rows), *(f"  axis {axis} splits nothing: {assignment.reasons[axis]}" for axis in unused)]
 
@@ -317,7 +318,3 @@ def _whole_size(lowered: Lowered, factor: Factor) -> tirx.PrimExpr:
     param, dim = factor.dims[0]
     tensor = tensors.get(param)
     return factor.size if tensor is None else lowered.tensors[tensor].shape[dim]
-
-
-def _plain(size: object) -> object:
-    return int(size) if isinstance(size, tirx.IntImm) else size

@@ -20,6 +20,7 @@ from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Statement
 from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.nodes import int_or
 from mesh_tensor.tir.tile_position import AXIS, EXTENT, OFFSET, helpers_in
 
 #: The split factors of a kernel, each with its axes of more than one device.
@@ -106,7 +107,8 @@ class TileSums:
     def _coordinates(self, total: Sum, factor: Factor) -> float | None:
         """The same, for starts that are worked out of the coordinates on the axes."""
         param, dim = factor.dims[0]
-        steps = dict(self._asked[param].tile_steps(dim, _plain(self._shapes[param][dim])))
+        size = self._shapes[param][dim]
+        steps = dict(self._asked[param].tile_steps(dim, int_or(size, size)))
         times = {
             total.terms.get((AXIS, axis), 0) / step if isinstance(step, int) and step else None
             for axis, step in steps.items()
@@ -143,10 +145,6 @@ class TileSums:
         sizes = self._shapes[buffer][at], self._shapes[param][dim]
         same_axes = self._asked[buffer].axes_of(at) == self._asked[param].axes_of(dim)
         return same_axes and self._prove(*sizes)
-
-
-def _plain(size: object) -> object:
-    return int(size) if isinstance(size, tirx.IntImm) else size
 
 
 def check_stores(name: str, analysis: Analysis, splits: SplitFactors, asked: Mapping[str, Sharding]) -> None:

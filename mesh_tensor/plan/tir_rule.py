@@ -27,6 +27,7 @@ from mesh_tensor.rules.operator import OpRule, has_rule, rule_of
 from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.rule import InnerReduction, whole_rule
 from mesh_tensor.tir.linear import vars_of
+from mesh_tensor.tir.nodes import int_or
 
 from .ir import ANNOTATE, Graph, Node
 from .tir_atoms import divides_groups, in_groups, plain_dims, with_compound_dims
@@ -125,7 +126,7 @@ def known_size(size: tirx.PrimExpr | int, sizes: Sizes) -> tirx.PrimExpr | int:
 def typical_size(size: tirx.PrimExpr | int, sizes: Sizes) -> int:
     """The same as a number; for one that is not known yet, one to decide with."""
     known = known_size(size, sizes)
-    return int(known) if isinstance(known, (int, tirx.IntImm)) else _TYPICAL
+    return int_or(known, _TYPICAL)
 
 
 @lru_cache(maxsize=1024)

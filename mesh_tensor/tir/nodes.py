@@ -58,6 +58,11 @@ def is_const(expr: object, value: int) -> bool:
     return isinstance(expr, tirx.IntImm) and int(expr) == value
 
 
+def int_or(expr: object, other: Any) -> Any:
+    """The value of an expression that is a whole number; `other` where it is none."""
+    return int(expr) if isinstance(expr, (int, tirx.IntImm)) else other
+
+
 def function_name(func: Any) -> str:
     """The name of a function as messages say it: of one without a name, that which TVM gives it."""
     return str((func.attrs or {}).get("global_symbol", "main"))

@@ -16,7 +16,7 @@ from tvm import ir, tirx
 
 from mesh_tensor.base.sharding import Sharding
 
-from .nodes import nodes
+from .nodes import int_or, nodes
 
 AXIS, OFFSET, EXTENT = "mesh.axis_index", "mesh.tile_offset", "mesh.tile_extent"
 
@@ -145,8 +145,8 @@ def fill(body: tirx.Stmt, layouts: Mapping[str, Sharding], shapes: Mapping[str, 
         if helper.axis is not None:
             return coordinate(helper.axis)
         buffer, dim = helper.place
-        layout, size = layouts[buffer], _plain(shapes[buffer][dim])
-        value = (_valid if helper.is_extent else _offset)(layout, dim, size, coordinate)
+        layout, size = layouts[buffer], shapes[buffer][dim]
+        value = (_valid if helper.is_extent else _offset)(layout, dim, int_or(size, size), coordinate)
         return _of_tile(helper.op, buffer, dim, node.dtype, layout.tile_shape(shapes[buffer])[dim], value)
 
     return tirx.stmt_functor.ir_transform(body, None, write, ["tirx.Call"])
@@ -189,10 +189,6 @@ def _valid(layout: Sharding, dim: int, size: Any, coordinate: _Coordinate) -> An
 def _typed(value: Any, dtype: str) -> tirx.PrimExpr:
     expr = tirx.convert(value)
     return expr if expr.dtype == dtype else expr.astype(dtype)
-
-
-def _plain(size: Any) -> Any:
-    return int(size) if isinstance(size, tirx.IntImm) else size
 
 
 def _register() -> None:

@@ -14,6 +14,7 @@ from mesh_tensor.base.errors import MeshTensorError, refuse, words_of
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.runtime.backend import PutAway, fetched, put_away
+from mesh_tensor.targets.tile_memory import memory_of
 
 from ..fragments import StageFragments, Values
 from .carriers import Carrier, Mailbox, Stopped
@@ -167,7 +168,7 @@ class Row:
     def _storages(self, values: Iterable[Any]) -> Iterator[int]:
         """Those of the values' tiles."""
         tiles = self._carrier.tiles
-        return (_storage(tile) for value in values if not isinstance(value, PutAway) for tile in tiles(value))
+        return (memory_of(tile) for value in values if not isinstance(value, PutAway) for tile in tiles(value))
 
     def _add_up(self, here: StageFragments, of_weights: Values, own: Collection[int]) -> None:
         """Add a microbatch's gradients to the weights'. Parts of a sum stay parts until the end, if all microbatches'
@@ -177,7 +178,7 @@ class Row:
         for weight, value in of_weights.items():
             total = sums.get(weight)
             if total is None:
-                free = all(_storage(tile) in own and _is_all(tile) for tile in carrier.tiles(value))
+                free = all(memory_of(tile) in own and _is_all(tile) for tile in carrier.tiles(value))
                 sums[weight] = carrier.widened(value, torch.promote_types(value.dtype, torch.float32), free)
                 continue
             one, other = carrier.layout(total), carrier.layout(value)
@@ -228,10 +229,6 @@ class Row:
             self._sizes[place] = size
         self.peak_bytes = max(self.peak_bytes, self._bytes)
         self.peak_microbatches = max(self.peak_microbatches, len(self._held))
-
-
-def _storage(tile: torch.Tensor) -> int:
-    return tile.untyped_storage().data_ptr()
 
 
 def _is_all(tile: torch.Tensor) -> bool:

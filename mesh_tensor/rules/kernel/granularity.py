@@ -21,7 +21,7 @@ from tvm import arith, ir, tirx
 from mesh_tensor.tir.effects import thread_indices
 from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.linear import Linear
-from mesh_tensor.tir.nodes import loads
+from mesh_tensor.tir.nodes import int_or, loads
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims
 from mesh_tensor.tir.tile_ops import Copy
 from mesh_tensor.tir.user_reports import prints
@@ -167,7 +167,7 @@ def _programs(kernel: Kernel, whole: Sequence[Dim]) -> dict[Dim, int]:
     analyzer, found = _ranges(kernel), dict[Dim, int]()
     for loop in kernel.grid:
         walked = [(name, dim) for name, buffer in kernel.params.items() for dim in range(len(buffer.shape))]
-        lengths = {dim: _ratio(_size(kernel, dim), _number(loop.extent)) for dim in walked}
+        lengths = {dim: _ratio(_size(kernel, dim), int_or(loop.extent, None)) for dim in walked}
         dims = {dim: n for dim, n in lengths.items() if n and _is_in_blocks(kernel, dim, n, loop.var, analyzer)}
         found |= dims if not dims.keys().isdisjoint(whole) else {}
     return found
@@ -245,11 +245,7 @@ def _is_in_groups(fine: Linear, coarse: Linear, ratio: int) -> bool:
 
 
 def _size(kernel: Kernel, dim: Dim) -> int | None:
-    return _number(kernel.params[dim[0]].shape[dim[1]])
-
-
-def _number(size: tirx.PrimExpr) -> int | None:
-    return int(size) if isinstance(size, tirx.IntImm) else None
+    return int_or(kernel.params[dim[0]].shape[dim[1]], None)
 
 
 def _ratio(fine: int | None, coarse: int | None) -> int | None:
@@ -304,7 +300,7 @@ class _Refiner:
                 places.append(low)
                 lengths.append(extent)
                 continue
-            length = int(extent) if isinstance(extent, (int, tirx.IntImm)) else 0
+            length = int_or(extent, 0)
             if not length or group % length:
                 return None
             simplify = self._analyzer.simplify

@@ -16,7 +16,7 @@ from tvm import tirx
 from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.tir.effects import written
 from mesh_tensor.tir.memory import strides_of
-from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.nodes import int_or, nodes
 from mesh_tensor.tir.rewrite import block_like, sequence
 from mesh_tensor.tir.tile_ops import Copy, Gemm, Region, TileOp, parse_tile_op
 
@@ -135,10 +135,10 @@ class _InPlace:
             src.buffer in self._sources
             and dst.buffer.data in self._blocks
             and src.buffer.dtype == dst.buffer.dtype
-            and [_number(start) for start in dst.mins] == [0, 0]
-            and (shape := [_number(size) for size in dst.buffer.shape]) == [_number(e) for e in dst.extents]
-            and [_number(e) for e in src.extents] == [1] * (len(src.extents) - 2) + shape
-            and _number(strides_of(src.buffer)[-1]) == 1
+            and [int_or(start, None) for start in dst.mins] == [0, 0]
+            and (shape := [int_or(size, None) for size in dst.buffer.shape]) == [int_or(e, None) for e in dst.extents]
+            and [int_or(e, None) for e in src.extents] == [1] * (len(src.extents) - 2) + shape
+            and int_or(strides_of(src.buffer)[-1], None) == 1
             and all(self._is_known(start) for start in src.mins)
         )
 
@@ -154,7 +154,7 @@ class _InPlace:
 
 def _aliases(buffer: tirx.Buffer) -> bool:
     """Whether rows that follow each other want the same places of a cache."""
-    stride = _number(strides_of(buffer)[-2])
+    stride = int_or(strides_of(buffer)[-2], None)
     return stride is not None and stride * itemsize(buffer.dtype) % _PAGE == 0
 
 
@@ -187,7 +187,3 @@ def _statement(stmt: tirx.Evaluate, gemm: Gemm) -> tirx.Stmt:
 def _region_like(call: tirx.Call, region: Region) -> tirx.PrimExpr:
     load = tirx.BufferLoad(region.buffer, list(region.mins))
     return tirx.Call(call.dtype, call.op, [load, call.args[1], *region.extents])
-
-
-def _number(expr: tirx.PrimExpr) -> int | None:
-    return int(expr) if isinstance(expr, tirx.IntImm) else None
