@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from .dtypes import is_float
 from .errors import listing, refuse, shown
-from .machine_checks import problems_of
+from .machine_checks import problems_of, unfit_parts
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,9 @@ class Machine:
     _measure: ClassVar[Callable[[float], Machine]]  # it runs operators, which this module knows nothing of
 
     def __post_init__(self) -> None:
+        parts = {"memory": Memory, "links": Link, "classes": Roofline, "tuning": Tuning}
+        if unfit := list(unfit_parts(self, parts)):
+            refuse(unfit, where=f"machine {shown(self.name)}", fix="pass what Machine's docstring says of each")
         for name in ("flops", "classes", "sources"):
             object.__setattr__(self, name, dict(getattr(self, name)))
         for name in ("memory", "links"):

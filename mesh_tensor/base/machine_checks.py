@@ -12,6 +12,24 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 
+def unfit_parts(machine: Machine, parts: Mapping[str, type]) -> Iterable[str]:
+    """What is no mapping, no sequence, or has other items than it should; `parts`: what the items of fields are."""
+    for name in ("flops", "classes", "sources"):
+        if not isinstance(getattr(machine, name), Mapping):
+            yield f"{name} is {shown(getattr(machine, name))}, no mapping"
+    for name, kind in parts.items():
+        value = getattr(machine, name)
+        if name == "tuning":
+            items: Iterable[object] = (value,)
+        elif isinstance(value, Mapping):
+            items = value.values()
+        elif isinstance(value, Sequence):
+            items = value
+        else:
+            items = () if name == "classes" else (value,)
+        yield from (f"{name} has {shown(item)}, no {kind.__name__}" for item in items if not isinstance(item, kind))
+
+
 def problems_of(machine: Machine) -> Iterable[str]:
     """What can't be, of a machine's numbers."""
     if not isinstance(machine.name, str) or not machine.name:
@@ -27,6 +45,7 @@ def problems_of(machine: Machine) -> Iterable[str]:
     for link in machine.links:
         yield from _above_zero({f"rate of link {link.name}": link.rate})
         yield from _from_zero({f"start of link {link.name}": link.start, f"hop of link {link.name}": link.hop})
+    yield from _whole({f"devices of link {link.name}": link.devices for link in machine.links})
     yield from _growing("links", [math.inf if link.devices is None else link.devices for link in machine.links])
     yield from _from_zero(
         {"launch": machine.launch, "call": machine.call, "busy": machine.busy, "price": machine.price or 0.0}
@@ -38,11 +57,17 @@ def problems_of(machine: Machine) -> Iterable[str]:
     if isinstance(machine.busy, (int, float)) and machine.busy > 1:
         yield f"busy is {machine.busy}, a share"
     counts = {"devices": machine.devices, "processors": machine.processors}
-    yield from _above_zero({name: count for name, count in counts.items() if count is not None})
+    yield from _whole(counts)
     for name, roofline in machine.classes.items():
         yield from _above_zero({f"flops of class {name}": roofline.flops, f"memory of class {name}": roofline.memory})
         yield from _from_zero({f"start of class {name}": roofline.start})
     yield from _above_zero({f"tuning.{name}": number for name, number in vars(machine.tuning).items()})
+
+
+def _whole(counts: Mapping[str, object]) -> Iterable[str]:
+    for name, count in counts.items():
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            yield f"{name} is {shown(count)}, no whole number above 0"
 
 
 def _above_zero(numbers: Mapping[str, object]) -> Iterable[str]:
@@ -58,7 +83,10 @@ def _from_zero(numbers: Mapping[str, object]) -> Iterable[str]:
 
 
 def _is_number(number: object) -> bool:
-    return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+    try:
+        return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+    except OverflowError:  # a whole number that no float is near
+        return False
 
 
 def _growing(what: str, sizes: Sequence[float]) -> Iterable[str]:

@@ -134,7 +134,7 @@ PRESETS: dict[str, Callable[[], Machine]] = {
 
 def preset(name: str) -> Machine:
     """The machine of that name; a number after an x is how many devices it has: "h100x16"."""
-    found = re.fullmatch(r"(.+?)(?:x(\d+))?", str(name))
+    found = re.fullmatch(r"(.+?)(?:x(\d{1,18}))?", str(name))
     kind, count = found.groups() if found else (name, None)
     if kind not in PRESETS:
         refuse(
@@ -179,7 +179,7 @@ def from_text(text: str) -> Machine:
     """
     try:
         given = json.loads(text)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         refuse(f"a machine's text is no JSON: {error}", where=shown(text), fix=_FIX)
     if not isinstance(given, dict):
         refuse(f"a machine's text is {shown(given)}, no object", fix=_FIX)

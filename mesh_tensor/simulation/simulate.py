@@ -161,9 +161,9 @@ class Simulation:
         """The steps by kind, the dearest first, with their share of the critical path and the time without them."""
         return groups(self.steps, self.critical_path, self.time, self.without)
 
-    def without(self, kinds: Iterable[str]) -> float:
-        """The seconds that everything would take if steps of these kinds took none."""
-        gone = set(kinds)
+    def without(self, kinds: Iterable[str] | str) -> float:
+        """The seconds that everything would take if steps of these kinds, or of this one, took none."""
+        gone = {kinds} if isinstance(kinds, str) else set(kinds)
         events = [e._replace(seconds=0.0) if c.kind in gone else e for e, c in self._timed()]
         return play(events, len(self.machine.links), self.machine.busy)[0] + self._called
 

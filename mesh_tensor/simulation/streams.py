@@ -239,7 +239,7 @@ class StepCosts:
         self._apart |= dict.fromkeys(step.results, apart)
         different = math.prod(self._program.mesh.size(axis) for axis in apart)
         rounds = self._machine.rounds(different)
-        levels = self._levels(step.args, touched_bytes(step.call))
+        levels = self._levels(step.args, touched_bytes(step.call)) if len(self._machine.memory) > 1 else ()
         name = operator_name(step.call)
         of = step.call.literals if name == VJP else ()  # gradients of which operator
         colder = self._colder(f"{name}{of}")
@@ -289,8 +289,6 @@ class StepCosts:
     def _levels(self, names: Iterable[str], nbytes: int) -> tuple[int, ...]:
         """Per value of a step that touches so many bytes: the number of the memory that it is in."""
         last = len(self._machine.memory) - 1
-        if not last:
-            return ()
         sizes = [level.size for level in self._machine.memory[:-1]]
         between = (max(nbytes, self._now - self._touched.get(name, 0)) for name in names)
         return tuple([next((n for n, size in enumerate(sizes) if each <= size), last) for each in between])

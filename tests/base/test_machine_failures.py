@@ -25,6 +25,14 @@ GOOD = Machine("good", {"float32": 1e12}, (Memory(10**9, 1e11),), (Link("wire", 
         ({"launch": -1.0}, "launch is -1.0"),
         ({"busy": 1.5}, "busy is 1.5, a share"),
         ({"devices": 0}, "devices is 0"),
+        ({"devices": 2.5}, "devices is 2.5, no whole number above 0"),
+        ({"processors": True}, "processors is True, no whole number above 0"),
+        ({"links": (Link("a", 0, 1.0, 0.0),)}, "devices of link a is 0, no whole number above 0"),
+        ({"links": (Link("a", "8", 1.0, 0.0),)}, "devices of link a is '8', no whole number above 0"),
+        ({"flops": {"float32": 10**400}}, "flops of float32 is 1000"),
+        ({"cold": 0.5}, "cold is 0.5, a multiple from 1 up"),
+        ({"cold": "x"}, "cold is 'x', a multiple from 1 up"),
+        ({"result": float("nan")}, "result is nan"),
         ({"name": ""}, "its name is ''"),
         ({"classes": {"matmul": Roofline(flops=0.0)}}, "flops of class matmul is 0.0"),
     ],
@@ -34,6 +42,24 @@ def test_numbers_that_can_not_be(change, fact):
         replace(GOOD, **change)
     assert fact in str(caught.value)
     assert "fix: rates and sizes are numbers above 0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        ({"flops": [1]}, "flops is [1], no mapping"),
+        ({"sources": None}, "sources is None, no mapping"),
+        ({"memory": None}, "memory has None, no Memory"),
+        ({"memory": (1, Memory(1, 1.0))}, "memory has 1, no Memory"),
+        ({"links": "ab"}, "links has 'a', no Link"),
+        ({"classes": {"matmul": 3}}, "classes has 3, no Roofline"),
+        ({"tuning": None}, "tuning has None, no Tuning"),
+    ],
+)
+def test_parts_of_other_kinds(change, fact):
+    with pytest.raises(MeshTensorError) as caught:
+        replace(GOOD, **change)
+    assert fact in str(caught.value)
 
 
 def test_all_that_is_wrong_is_told_at_once():
@@ -71,6 +97,7 @@ def test_more_devices_than_there_are():
     [
         ("{", "a machine's text is no JSON"),
         ("[]", "a machine's text is [], no object"),
+        ("[" * 100_000, "a machine's text is no JSON"),
         ('{"name": "a"}', "it has no flops"),
         ('{"name": "a", "flop": {}, "memory": []}', "a machine has no 'flop'; did you mean 'flops'?"),
         ('{"name": "a", "flops": {"float32": 1}, "memory": [{"size": 1, "rat": 1}]}', "memory has no 'rat'"),
@@ -96,3 +123,8 @@ def test_an_unknown_preset():
         Machine.preset("h1000x8")
     assert "there is no machine 'h1000x8'; did you mean 'h100'?" in str(caught.value)
     assert "'a100'" in str(caught.value)
+
+
+def test_a_preset_of_more_devices_than_can_be_counted():
+    with pytest.raises(MeshTensorError, match="there is no machine"):
+        Machine.preset("h100x" + "9" * 5000)

@@ -286,3 +286,9 @@ def test_memory_of_loops_is_what_the_runtime_holds(name, mesh, layouts):
     run(*tensors)
     (launch,) = run._launches
     assert mt.simulate(run).peak_bytes == launch._run.peak_bytes
+
+
+def test_without_one_kind_is_without_its_steps():
+    made = mt.simulate(k_split(2), FAST)
+    (kernel,) = {step.kind for step in made.steps if step.stream == "device"}
+    assert made.without(kernel) == made.without([kernel]) == pytest.approx(made.communicating)
