@@ -175,7 +175,7 @@ def _kept(b: Backward, result: relax.Expr) -> relax.Expr:
     """A result, with the dims that were reduced as dims of size 1."""
     axes = _axes(b)
     shape = tuple(1 if d in axes else size for d, size in enumerate(b.call.inputs[0].shape))
-    return result if shape_of(result) == shape else b.emit(op.reshape(result, shape))
+    return result if shape_of(result) == shape else b.reshaped(result, shape)
 
 
 def _spread(b: Backward, result: relax.Expr) -> relax.Expr:
@@ -191,7 +191,7 @@ gradient("prod", "variance", "std", "cumsum", "cumprod", "sort", "topk")(differe
 
 @gradient("reshape", "flatten", "nn.batch_flatten", "expand_dims", "squeeze")
 def reshape(b: Backward) -> Sequence[Gradient]:
-    return [b.emit(op.reshape(b.d, b.call.inputs[0].shape))]
+    return [b.reshaped(b.d, b.call.inputs[0].shape)]
 
 
 @gradient("permute_dims")
@@ -220,7 +220,7 @@ def concat(b: Backward) -> Sequence[Gradient]:
 def stack(b: Backward) -> Sequence[Gradient]:
     axis, count = b.call.attr("axis", 0) % b.call.outputs[0].ndim, len(b.call.inputs)
     parts = _fields(b, op.split(b.d, list(range(1, count)), axis)) if count > 1 else [b.d]
-    return [b.emit(op.reshape(part, b.call.inputs[0].shape)) for part in parts]
+    return [b.reshaped(part, b.call.inputs[0].shape) for part in parts]
 
 
 def _fields(b: Backward, parts: relax.Expr) -> list[relax.Expr]:

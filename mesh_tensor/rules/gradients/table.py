@@ -12,6 +12,7 @@ from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_infos
 from mesh_tensor.rules.operator.rule import rule_of
+from mesh_tensor.rules.operator.shape import reshaped
 from mesh_tensor.rules.operator.vjp import vjp_call
 
 Gradient: TypeAlias = Any  # an expression, or None
@@ -54,6 +55,10 @@ class Backward:
         if shape_of(gradient) == shape:
             return gradient
         return self.emit(relax.op.collapse_sum_to(gradient, relax.ShapeExpr(shape)))
+
+    def reshaped(self, x: relax.Expr, shape: Sequence[int]) -> relax.Expr:
+        """The elements of `x` in that shape."""
+        return self.emit(reshaped(x, shape, str(x.struct_info.dtype)))
 
     def number(self, value: float, operand: int = 0) -> relax.Expr:
         """A number in the dtype of an operand. (TVM makes no constants in bfloat16 of its own.)"""

@@ -31,7 +31,12 @@ def reshape(call: OpCall) -> OpRule:
 
 def to_tile(local: LocalCall) -> relax.Expr:
     """The operand's tile in the shape of the result's."""
-    return relax.op.reshape(local.args[0], local.out_tiles[0])
+    return reshaped(local.args[0], local.out_tiles[0], local.call.outputs[0].dtype)
+
+
+def reshaped(x: relax.Expr, shape: Sequence[int], dtype: str) -> relax.Expr:
+    """The elements of `x` in that shape; of none, new ones: to TVM a size of 0 is the one that was there."""
+    return relax.op.zeros(relax.ShapeExpr(shape), dtype) if 0 in shape else relax.op.reshape(x, shape)
 
 
 def regroup(

@@ -81,6 +81,9 @@ MORE = {
     "max, ties": Case((t(4, 5, values=[[1, 2, 2, 0, 2]] * 4),), lambda x: relax.op.max(x, 1)),
     "split, of which a part is left": Case((t(7, 3),), lambda x: relax.op.split(x, [2, 5], 0)),
     "sum of all": Case((t(5, 3),), relax.op.sum),
+    "squeeze of nothing": Case((t(1, 0, 5),), lambda x: relax.op.squeeze(x, [0])),
+    "stack of nothing": Case((t(0, 5), t(0, 5)), lambda *x: relax.op.stack(relax.Tuple(x), 1)),
+    "sum of rows of nothing": Case((t(3, 0),), lambda x: relax.op.sum(x, 0)),
 }
 # In float64 TVM does not take them: their numbers are float32, or their kernels are.
 _NOT_IN_FLOAT64 = {
