@@ -14,7 +14,8 @@ from tests.rules.operator.cases import CASES
 def _alike(tensor, dims):
     """The tensor with the same at all places along some dims."""
     for dim in dims:
-        tensor = tensor.narrow(dim, 0, 1).expand(tensor.shape)
+        if tensor.shape[dim]:
+            tensor = tensor.narrow(dim, 0, 1).expand(tensor.shape)
     return tensor.contiguous()
 
 
