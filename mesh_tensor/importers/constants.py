@@ -10,6 +10,8 @@ import torch
 
 from mesh_tensor.annotations.names import SourceNames
 from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.runtime.ambient import is_freed, why_not_plain
+from mesh_tensor.runtime.ranks import is_dtensor
 
 _FIX = "import the model again, or its buffers as weights: mt.from_torch(program, buffers=True)"
 
@@ -62,6 +64,13 @@ class Constants:
         there = {name: ours for name in weights if (ours := names.ours(str(name))) in names.names}
         if not there:
             return weights
+        no_values = {name: problem for name in there if (problem := _without_values(weights[name]))}
+        if no_values:
+            refuse(
+                [f"{name!r} is {problem}" for name, problem in no_values.items()],
+                where="weights of an imported module",
+                fix="pass tensors of the module's shapes and dtypes",
+            )
         other = [
             name
             for name, ours in there.items()
@@ -85,6 +94,21 @@ class Constants:
 def _writes(tensor: torch.Tensor) -> int:
     """How often torch has written the tensor's memory; 0 where it does not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _without_values(given: Any) -> str:
+    """What is given instead of values that can be compared; nothing if they can."""
+    if not isinstance(getattr(given, "dtype", None), torch.dtype):
+        return f"a {type(given).__name__}, but expected a tensor"
+    if not isinstance(given, torch.Tensor) or is_dtensor(given):
+        return ""
+    with torch.no_grad():
+        found = why_not_plain(given)
+    if found:
+        return found[0]
+    if given.device.type == "meta":
+        return "on device meta, where tensors have no values"
+    return "a tensor whose memory was given back" if is_freed(given) else ""
 
 
 def _same(ours: torch.Tensor, given: torch.Tensor) -> bool:

@@ -180,6 +180,15 @@ def _why_not_seen(tensor: torch.Tensor) -> tuple[str, str] | None:
     return f"a {kind.__name__}, which stands for other tensors", "pass a plain tensor of its values"
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor's memory was given back, as wrappers of modules do between their uses: who reads it, reads
+    what is nobody's."""
+    if not tensor.numel() or tensor.device.type == "meta" or tensor._is_zerotensor():
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
+
+
 def refuse_traced(what: str, args: Iterable[object]) -> None:
     """Raise a MeshTensorError where torch traces a call of `what` or transforms its arguments."""
     problems = [found for arg in args if isinstance(arg, torch.Tensor) and (found := _why_not_seen(arg))]

@@ -15,7 +15,7 @@ from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.plan.index_checks import IndexCheck
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 
-from .ambient import fix_of, why_not_plain
+from .ambient import fix_of, is_freed, why_not_plain
 from .ranks.dtensor import is_dtensor, local_part
 
 
@@ -182,7 +182,11 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
     if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
         return False
-    return (one.stride() == other.stride() and one.data_ptr() == other.data_ptr()) or torch.equal(one, other)
+    if any(tensor.layout is not torch.strided for tensor in (one, other)):
+        return False
+    if one.stride() == other.stride() and one.data_ptr() == other.data_ptr():
+        return True
+    return not is_freed(one) and not is_freed(other) and torch.equal(one, other)
 
 
 def refuse_outside(checks: Iterable[IndexCheck], tensors: Mapping[str, Any], function: str) -> None:
@@ -227,6 +231,8 @@ def _param(var: relax.Var, function: str) -> ModuleParam:
 def _problem(param: ModuleParam, tensor: Any, sizes: dict[tirx.Var, int], device_type: str | None) -> str:
     if isinstance(tensor, torch.Tensor) and (found := why_not_plain(tensor)):
         return found[0]
+    if isinstance(tensor, torch.Tensor) and not is_dtensor(tensor) and is_freed(tensor):
+        return "a tensor whose memory was given back"
     shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
     if shape is None or not isinstance(dtype, torch.dtype):
         return f"a {type(tensor).__name__}, but expected a tensor"

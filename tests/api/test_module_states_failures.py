@@ -1,0 +1,91 @@
+"""States that other tools wrote, with what is no tensor, or has no values."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mesh_tensor as mt
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x):
+        return self.fc(x) * self.scale
+
+
+def freed(tensor):
+    made = tensor.detach().clone()
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def shortened(tensor):
+    made = tensor.detach().clone()
+    made.untyped_storage().resize_(made.nbytes - 4)
+    return made
+
+
+BAD = {
+    "numpy": (lambda tensor: np.asarray(tensor.detach()), "a ndarray, but expected a tensor"),
+    "list": (lambda tensor: tensor.tolist(), "a list, but expected a tensor"),
+    "none": (lambda _: None, "a NoneType, but expected a tensor"),
+    "meta": (lambda tensor: tensor.to("meta"), "on device meta"),
+    "sparse": (lambda tensor: tensor.detach().to_sparse(), "layout torch.sparse_coo"),
+    "freed": (freed, "a tensor whose memory was given back"),
+    "shortened": (shortened, "a tensor whose memory was given back"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["fc.weight", "scale"])
+@pytest.mark.parametrize("kind", BAD)
+def test_the_state_stays_as_it_was(name, kind):
+    make, message = BAD[kind]
+    model, x = Scaled(), torch.randn(6, 8)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (x,))), {"x": 2}, {"fc.weight": {"x": 0}})
+    state = model.state_dict()
+    with pytest.raises(mt.MeshTensorError) as caught:
+        run.load_state_dict({**state, name: make(state[name])})
+    assert repr(name) in str(caught.value)
+    assert message in str(caught.value)
+    torch.testing.assert_close(run(x), model(x))
+
+
+@torch.no_grad()
+def test_an_input_whose_memory_was_given_back():
+    model, x = Scaled(), torch.randn(6, 8)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (x,))), {"x": 2}, {"x": {"x": 0}})
+    with pytest.raises(mt.MeshTensorError, match="parameter 'x': a tensor whose memory was given back"):
+        run(freed(x))
+    torch.testing.assert_close(run(x), model(x))
+    one = torch.randn(1, 8).expand(6, 8)
+    torch.testing.assert_close(run(one), model(one))
+    zeros = torch._efficientzerotensor(6, 8)
+    torch.testing.assert_close(run(zeros), model(torch.zeros(6, 8)))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("names", [("first.weight", "last.weight"), ("last.weight", "first.weight")])
+@pytest.mark.parametrize("make", [freed, lambda tensor: tensor.detach().to_sparse()])
+def test_a_tied_weight_without_values_under_one_name(names, make):
+    model, x = Tied(), torch.randn(6, 8)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (x,))), {"x": 2}, {"x": {"x": 0}})
+    state, (good, bad) = model.state_dict(), names
+    with pytest.raises(mt.MeshTensorError, match="given under two names"):
+        run.load_state_dict({good: torch.ones(8, 8), bad: make(state[bad]), "first.bias": state["first.bias"]})
+    torch.testing.assert_close(run(x), model(x))
