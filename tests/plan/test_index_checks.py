@@ -91,6 +91,7 @@ LOOK_UPS = {
     "one index": (lambda table, ids: table[ids], 5, [-8, 7]),
     "two indices": (lambda table, ids: table[ids, ids + 1], 5, [-8, 6]),
     "scatter": (lambda table, ids: table.scatter(1, ids[:, None], table[:, :1]), 7, [-1, 6]),
+    "scatter of a number": (lambda table, ids: table.scatter(1, ids[:, None], 2.5), 7, [-1, 6]),
     "losses": (lambda table, ids: F.cross_entropy(table, ids, reduction="none"), 7, [-1, 6]),
 }
 
