@@ -73,8 +73,9 @@ def distribute_module(
         replicate_unknown: compute operators without a sharding rule on whole tensors, on every device.
         kernels: operators that run as TileLang kernels: from an operator's name to a function from its call on tiles to
             a kernel on the operands, then the results, or None (torch computes the call).
-        check_indices: refuse elements that are looked up in a table that doesn't have them, as torch does; without it
-            they give NaN. On ranks, whole tensors are checked before anything runs.
+        check_indices: refuse elements that are looked up in a table that doesn't have them, and integers divided by 0,
+            as torch does; without it they give NaN, or the lowest integer. On ranks, indices in whole tensors are
+            checked before anything runs.
         poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
         overlap: whether collectives run beside operators and kernels. `auto` starts them early, and on ranks splits
             TileLang kernels into slabs where a cost model says so; `off` runs everything in bulk, a number is into

@@ -9,6 +9,7 @@ import torch
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from tvm import relax, tirx
 
+from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.targets.dtypes import dtype_name
 
 
@@ -63,6 +64,11 @@ def in_dtype(importer: Any, operand: Any, dtype: str) -> relax.Expr:
     if not isinstance(operand, relax.Expr):
         return relax.const(operand, dtype)
     return operand if operand.struct_info.dtype == dtype else emit(importer, relax.op.astype(operand, dtype))
+
+
+def widened(importer: Any, x: relax.Expr) -> relax.Expr:
+    """The tensor, in float32 if it has 16 bits: torch rounds what an operator makes once, in the end."""
+    return in_dtype(importer, x, "float32") if x.struct_info.dtype in NARROW else x
 
 
 def with_constants(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

@@ -75,9 +75,12 @@ def index_select(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 
 def scatter(node: torch.fx.Node, importer: Any, how: str) -> relax.Expr:
-    """x with the values of another tensor along a dim ("update"), or with these added there ("add")."""
+    """x with the values of another tensor, or with one number, along a dim ("update"), or with these added ("add")."""
     x, dim, where, source = arguments(node, importer, 4)
     where = _from_start(importer, where)
+    if not isinstance(source, relax.Expr):
+        dtype = x.struct_info.dtype
+        source = emit(importer, relax.op.full(where.struct_info.shape, relax.const(source, dtype), dtype))
     sizes, given = (list(tensor.struct_info.shape) for tensor in (where, source))
     if str(sizes) != str(given):  # torch takes the first ones
         zeros, dims = [0] * len(sizes), list(range(len(sizes)))
@@ -140,6 +143,7 @@ INDEXING: dict[str, Callable[[Any, Any], Any]] = {
     "index_put_.default": index_put,
     "index_select.default": index_select,
     "scatter.src": partial(scatter, how="update"),
+    "scatter.value": partial(scatter, how="update"),
     "scatter_add.default": partial(scatter, how="add"),
 }
 

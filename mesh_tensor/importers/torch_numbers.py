@@ -13,7 +13,7 @@ from tvm import relax
 
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .torch_args import arguments, emit, in_dtype, in_result_dtype, result_dtype
+from .torch_args import arguments, emit, in_dtype, in_result_dtype, result_dtype, widened
 
 Convert = Callable[[Any, Any], Any]
 
@@ -54,7 +54,11 @@ def extreme_along(where: Callable[..., relax.Expr]) -> Convert:
 def norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The norm of vectors along dims (none: all), in the result's dtype."""
     x, order, dims, keep = arguments(node, importer, 1, ord=2, dim=None, keepdim=False)
-    x, dims = in_result_dtype(node, importer, x), _dims(dims)
+    x = widened(importer, in_result_dtype(node, importer, x))
+    return in_result_dtype(node, importer, _norm(importer, x, order, _dims(dims), keep))
+
+
+def _norm(importer: Any, x: relax.Expr, order: float, dims: list[int] | None, keep: bool) -> relax.Expr:
     if order == 2:
         return root(importer, emit(importer, relax.op.sum(emit(importer, relax.op.multiply(x, x)), dims, keep)))
     size = emit(importer, relax.op.abs(x))
@@ -136,6 +140,14 @@ def promoting(op: Convert) -> Convert:
         return of_two(op)(node, importer) if promotes(node, importer) else of_tvm(node, importer)
 
     return converted
+
+
+def power(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """A power; with a half it is a root, as torch has it: NaN of -infinity."""
+    x, exponent = arguments(node, importer, 2)
+    if exponent in (0.5, -0.5):
+        return emit(importer, (relax.op.sqrt if exponent > 0 else relax.op.rsqrt)(in_result_dtype(node, importer, x)))
+    return promoting(relax.op.power)(node, importer)
 
 
 def comparison(op: Convert) -> Convert:
@@ -290,6 +302,7 @@ _COMPARISONS = {
 }
 _FORMS = ("Scalar", "Tensor", "Tensor_Scalar", "Tensor_Tensor", "default")
 NUMBERS |= {f"{name}.{form}": promoting(op) for name, op in _PROMOTING.items() for form in _FORMS}
+NUMBERS["pow.Tensor_Scalar"] = power
 NUMBERS |= {f"{name}.{form}": comparison(op) for name, op in _COMPARISONS.items() for form in ("Scalar", "Tensor")}
 
 # Operators that may take a symbolic size for a number.

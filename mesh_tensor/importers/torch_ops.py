@@ -13,8 +13,9 @@ import torch
 from tvm import relax, tirx
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.targets.dtypes import dtype_name
 
-from .torch_args import arguments, emit, in_result_dtype
+from .torch_args import arguments, emit, in_dtype, in_result_dtype, widened
 from .torch_attention import attention
 from .torch_backward import BACKWARD, KEPT_BACKWARD
 from .torch_convolutions import CONVOLUTIONS
@@ -84,11 +85,15 @@ def matmul(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 
 def addmm(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """beta * c + alpha * a @ b, in the dtype of its operands."""
+    """beta * c + alpha * a @ b, in the dtype of its operands. Of c nothing counts, NaN neither, if beta is 0."""
     c, a, b = arguments(node, importer, 3)
     alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
-    product = _scaled(importer, emit(importer, relax.op.matmul(a, b)), alpha)
-    return emit(importer, relax.op.add(_scaled(importer, c, beta), product))
+    if (alpha, beta) != (1, 1):
+        c, a, b = (widened(importer, operand) for operand in (c, a, b))
+    made = _scaled(importer, emit(importer, relax.op.matmul(a, b)), alpha)
+    if beta != 0:
+        made = emit(importer, relax.op.add(_scaled(importer, c, beta), made))
+    return in_result_dtype(node, importer, made)
 
 
 def layer_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -115,8 +120,9 @@ def rms_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.nn.rms_norm(x, _filled(weight, 1, sizes, x), axes=_last(sizes), epsilon=epsilon))
 
 
-def variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """Over dims (none: all), divided by the number of elements less `correction`, which TVM's importer leaves out."""
+def wide_variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Over dims (none: all), in float32 at least, divided by the number of elements less `correction`, which TVM's
+    importer leaves out."""
     x, dims = arguments(node, importer, 1, dim=None)
     dims, keep = list(dims or range(node.args[0].meta["val"].dim())), node.kwargs.get("keepdim", False)  # type: ignore[union-attr]
     count = math.prod(int(x.struct_info.shape[dim]) for dim in dims)
@@ -124,12 +130,22 @@ def variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
     left = count - (1 if correction is None else correction)
     if left <= 0:
         refuse(f"a variance of {count} elements with a correction of {correction}", fix="take it of more elements")
-    return _scaled(importer, emit(importer, relax.op.variance(x, dims, keep)), count / left)
+    made = emit(importer, relax.op.variance(widened(importer, x), dims, keep))
+    return _scaled(importer, made, count / left)
+
+
+def variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """The same in its own dtype."""
+    return in_dtype(importer, wide_variance(node, importer), _own_dtype(node))
 
 
 def deviation(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The root of the variance."""
-    return root(importer, variance(node, importer))
+    return in_dtype(importer, root(importer, wide_variance(node, importer)), _own_dtype(node))
+
+
+def _own_dtype(node: torch.fx.Node) -> str:
+    return dtype_name(node.args[0].meta["val"].dtype)  # type: ignore[union-attr]
 
 
 def embedding(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -175,7 +191,9 @@ def batch_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     if not all(isinstance(size, tirx.IntImm) for size in x.struct_info.shape):
         refuse(f"a batch norm in training over {x.struct_info.shape}", fix="export the model for a known batch size")
     shape = [int(size) for size in x.struct_info.shape]
-    dims, dtype = [0, *range(2, len(shape))], x.struct_info.dtype
+    dims = [0, *range(2, len(shape))]
+    x, weight, bias, mean, var = (each and widened(importer, each) for each in (x, weight, bias, mean, var))
+    dtype = x.struct_info.dtype
     count = math.prod(shape[dim] for dim in dims)
     if count < 2:
         refuse("a batch norm over one element", fix="give it more than one element per channel")
@@ -203,7 +221,8 @@ def batch_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     flat = [bound(relax.op.reshape(tensor, [shape[1]])) for tensor in (own, inverse, spread)]
     sample = bound(relax.op.multiply(flat[2], number(count / (count - 1))))
     made = [result, flat[0], flat[1], entered(mean, flat[0]), entered(var, sample)]
-    return bound(relax.Tuple(made))
+    dtypes = [dtype_name(meant.dtype) for meant in node.meta["val"]]
+    return bound(relax.Tuple([in_dtype(importer, *each) for each in zip(made, dtypes, strict=True)]))
 
 
 CONVERTERS: dict[str, Convert] = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 from tvm import relax, tirx
 
 from mesh_tensor.base.decisions import Decisions
@@ -17,6 +18,7 @@ from mesh_tensor.plan.explicit import Change, ExplicitGraph, ExplicitStep, Form,
 from mesh_tensor.plan.ir import Scope, leaves
 from mesh_tensor.plan.prices import bytes_moved
 from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_type
+from mesh_tensor.rules.operator.elementwise import divides_integers
 from mesh_tensor.rules.operator.index import LOOK_UPS
 
 from .buckets import bucketed
@@ -190,8 +192,15 @@ class _Programmer:
             operands = tuple(tiles[o] if isinstance(o, int) else self._constant(o) for o in made.operands)
             results = _names(step.outputs) if made is calls[-1] else (self._inner(made.call),)
             tiles += results
-            kernel, checked = self._kernel(made.call), self._check_indices and operator_name(made.call) in LOOK_UPS
+            kernel, checked = self._kernel(made.call), self._check_indices and self._may_fail(made.call, operands)
             yield OpStep(made.call, operands, results, whole, made.flops, step.where, kernel, checked)
+
+    def _may_fail(self, call: OpCall, operands: Sequence[str]) -> bool:
+        """Whether values of operands may be such that there is no result: indices, and what integers are divided by."""
+        if operator_name(call) in LOOK_UPS:
+            return True
+        divisor = self._constants.get(operands[1]) if divides_integers(call) else None
+        return divides_integers(call) and (divisor is None or not np.all(divisor.data.numpy()))
 
     def _kernel(self, call: OpCall) -> tirx.PrimFunc | None:
         if call.name not in self._kernels:

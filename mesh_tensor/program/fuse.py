@@ -79,7 +79,7 @@ class _Fuser:
         if not _is_plain(step, "matmul") or not _is_linear(step.call):
             return step
         matrix = self._maker(step.args[1], "permute_dims")
-        if matrix is None or matrix.step.call.outputs != step.call.inputs[1:]:
+        if matrix is None or matrix.step.call.outputs != step.call.inputs[1:] or _order(matrix.step.call) != [1, 0]:
             return step
         source = matrix.step.args[0]
         if not self._stays(source, matrix.at, number):

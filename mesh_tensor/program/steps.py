@@ -116,7 +116,8 @@ class OpStep:
     own or views of the operands. `call` has the tiles' shapes as the operator knows them: values may have their dims
     taken apart further. `whole`: the results that have to lie in one piece, for who uses them. `where` names the
     binding. `kernel` computes the same, where there is one that is faster: it takes the operands, then the results.
-    `checked`: elements that are looked up in a dim are refused outside of it."""
+    `checked`: indices outside of the dim that they are looked up in are refused, and zeros that integers are divided
+    by."""
 
     call: OpCall
     args: tuple[str, ...]

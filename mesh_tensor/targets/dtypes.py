@@ -25,6 +25,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, in float32 if it has floats of 16 bits."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def torch_tensor(constant: tvm_ffi.Tensor) -> torch.Tensor:
     """A tensor of TVM's as torch's, of the same memory."""
     try:

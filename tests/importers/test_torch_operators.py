@@ -29,8 +29,8 @@ def check(function, *inputs, others=(), dynamic_shapes=None):
     first = {module.mod["main"].params[0].name_hint: {"x": 0, "y": 1} if inputs[0].ndim > 1 else {"x": 0}}
     run = mt.distribute_module(module.mod, {"x": 2, "y": 2}, first, poison=True)
     for given in (inputs, *others):
-        torch.testing.assert_close(mt.run_sequential(module.mod, given), model(*given))
-        torch.testing.assert_close(run(*given), model(*given))
+        torch.testing.assert_close(mt.run_sequential(module.mod, given), model(*given), equal_nan=True)
+        torch.testing.assert_close(run(*given), model(*given), equal_nan=True)
 
 
 def assigned(*where, value):
@@ -221,6 +221,22 @@ def test_images(function):
 def test_whole_numbers_and_fractions(function):
     """They meet as floats, in comparisons, too."""
     check(function, torch.randint(-3, 3, (5, 8)))
+
+
+NANS = torch.tensor([[1.0, torch.nan, -torch.inf, 0.0], [torch.nan, torch.nan, 3.0, -2.0], [4.0, 2.0, -torch.inf, 0.5]])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x.median(), *x.median(1), *x.median(0, keepdim=True)),
+        lambda x: (x**0.5, x**-0.5),
+        lambda x: torch.addmm(x, x[:, :2].nan_to_num(0, 0, 0), x[:2].nan_to_num(0, 0, 0), beta=0),
+    ],
+)
+def test_numbers_that_are_none(function):
+    """Of which an example, that the import is checked with, has none."""
+    check(function, torch.randn(3, 4), others=[(NANS,)])
 
 
 BOOL_MASK = torch.eye(4).bool() | (torch.arange(16).reshape(4, 4) % 3 == 0)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import mesh_tensor as mt
 
@@ -54,3 +55,41 @@ def test_whole_numbers_have_to_be_equal():
     one, other = torch.tensor([1, 2]), torch.tensor([1, 3])
     with pytest.raises(mt.MeshTensorError, match="result 0 differs from torch's"):
         refuse_differences(one, [other], "torch", "here", "there", {torch.bfloat16})
+
+
+class Function(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x.norm(dim=0), x.norm(), x.norm(3, 1)),
+        lambda x: (x.std(1), *torch.std_mean(x, 0)),
+        lambda x: F.normalize(x),
+        lambda x: F.local_response_norm(x[None], 2),
+        lambda x: torch.addmm(x @ x.t()[:, :1], x, x.t(), alpha=1e-4, beta=1e-4),
+        lambda x: F.batch_norm(x, x.new_zeros(8), x.new_ones(8), training=True),
+    ],
+)
+@pytest.mark.parametrize("factor", [300.0, 1e-4])
+def test_what_operators_have_inside_is_not_rounded(function, dtype, factor):
+    """Squares of 16 bits overflow where their root does not: on the example, which the import checks, they don't."""
+    torch.manual_seed(0)
+    model, example = Function(function), torch.randn(6, 8).to(dtype)
+    module = mt.from_torch(torch.export.export(model, (example,)))
+    run = mt.distribute_module(module, {"x": 2}, {module.mod["main"].params[0].name_hint: {"x": 0}})
+    found, expected = run(example * factor), model(example * factor)
+    for one, other in zip(
+        *((each,) if isinstance(each, torch.Tensor) else each for each in (found, expected)), strict=True
+    ):
+        allowed = 4 * torch.finfo(dtype).eps * float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=0, atol=allowed)

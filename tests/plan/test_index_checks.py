@@ -1,4 +1,5 @@
-"""Elements of arguments that are looked up in a table: out of range they are refused as in torch, or give NaN."""
+"""Elements of arguments that are looked up in a table: out of range they are refused as in torch, or give NaN. So are
+divisors that are 0, of whole numbers."""
 
 import pytest
 import torch
@@ -90,6 +91,7 @@ LOOK_UPS = {
     "one index": (lambda table, ids: table[ids], 5, [-8, 7]),
     "two indices": (lambda table, ids: table[ids, ids + 1], 5, [-8, 6]),
     "scatter": (lambda table, ids: table.scatter(1, ids[:, None], table[:, :1]), 7, [-1, 6]),
+    "scatter of a number": (lambda table, ids: table.scatter(1, ids[:, None], 2.5), 7, [-1, 6]),
     "losses": (lambda table, ids: F.cross_entropy(table, ids, reduction="none"), 7, [-1, 6]),
 }
 
@@ -125,3 +127,31 @@ def test_negative_indices_of_several_columns_count_once():
     with pytest.raises(mt.MeshTensorError, match="indices from -7 to 5 into a dim of 6"):
         pairs(torch.tensor([0, -7, 5]))
     assert run(module, {}, check_indices=False)(torch.tensor([0, -7, 5])).isnan().tolist() == [False, True, False]
+
+
+class Divides(nn.Module):
+    """Whole numbers by others, and by constants, which are looked at once."""
+
+    def forward(self, x, by):
+        return x // by, x % by, x // torch.tensor([2, -3, 4]), torch.div(x, by, rounding_mode="trunc")
+
+
+@pytest.mark.parametrize("shardings", [{}, {"x": {"x": 0}}, {"by": {"x": 0}}, {"x": {"x": 1}}])
+def test_whole_numbers_divided_by_0(shardings):
+    """They are refused as on one device; rows that pad tiles may be anything."""
+    x, by = torch.randint(-9, 9, (5, 3)), torch.tensor([[2], [-3], [1], [5], [-1]])
+    module = mt.from_torch(torch.export.export(Divides(), (x, by)))
+    divided = mt.distribute_module(module, {"x": 3}, shardings, poison=True)
+    for found, expected in zip(divided(x, by), Divides()(x, by), strict=True):
+        assert torch.equal(found, expected)
+    constant_is_split = shardings == {"x": {"x": 1}}
+    assert sum(step.checked for step in divided.program.ops) == 3 + constant_is_split
+    by[4] = 0
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        Divides()(x, by)
+    with pytest.raises(
+        mt.MeshTensorError, match=r"an integer is divided by 0(?s:.*)check_indices=False leaves this out"
+    ):
+        divided(x, by)
+    unchecked = mt.distribute_module(module, {"x": 3}, shardings, check_indices=False)(x, by)
+    assert unchecked[0][4].tolist() == [torch.iinfo(torch.int64).min] * 3

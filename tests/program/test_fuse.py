@@ -34,6 +34,12 @@ class Cases(nn.Module):
         y = x @ w
         return (y + b) * y
 
+    def tensordot_of_what_no_transpose_is(self, x, w, b):
+        return torch.tensordot(x[0], w, 1)  # by permute_dims(w, [0, 1])
+
+    def transposed_from_the_last_dim(self, x, w, b):
+        return x @ w.permute(-1, -2)
+
     def transpose_used_twice(self, x, w, b):
         t = w.t()
         return x @ t + (t * 2).sum()
@@ -71,6 +77,8 @@ class Cases(nn.Module):
 FUSED = {
     "linear": ["fused.linear"],
     "transposed_without_a_bias": ["fused.linear"],
+    "tensordot_of_what_no_transpose_is": ["permute_dims", "permute_dims", "matmul"],
+    "transposed_from_the_last_dim": ["fused.linear"],
     "bias_first": ["fused.matmul_add"],
     "bias_of_rows": ["matmul", "add"],
     "product_used_twice": ["matmul", "add", "multiply"],

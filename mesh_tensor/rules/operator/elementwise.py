@@ -113,3 +113,9 @@ def triangle(call: OpCall) -> OpRule:
 @rule("arange", "eye", "eye_like", "hamming_window", "size")
 def whole(call: OpCall) -> OpRule:
     return whole_rule(call)
+
+
+def divides_integers(call: OpCall) -> bool:
+    """Whether integers are divided, by those of a tensor."""
+    divides = call.name in ("divide", "floor_divide", "mod", "floor_mod")
+    return divides and len(call.inputs) == 2 and not is_float(call.outputs[0].dtype)

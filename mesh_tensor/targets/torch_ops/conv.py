@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from mesh_tensor.base.dtypes import extreme
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.targets.dtypes import torch_dtype
+from mesh_tensor.targets.dtypes import torch_dtype, wide
 
 from .table import Function, torch_op
 
@@ -96,8 +96,8 @@ def _widths(before: Sequence[int], after: Sequence[int]) -> list[int]:
 
 @torch_op("nn.max_pool1d", "nn.max_pool2d", "nn.max_pool3d", "nn.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d")
 def _pool(call: OpCall) -> Function:
-    """The largest element, or the mean, under a window. Dim by dim, as both combine; padding counts in a mean if
-    `count_include_pad` says so, and what a window reaches beyond it (`ceil_mode`) never does."""
+    """The largest element, or the mean (in float32 at least), under a window. Dim by dim, as both combine; padding
+    counts in a mean if `count_include_pad` says so, and what a window reaches beyond it (`ceil_mode`) never does."""
     letters, layout = _spatial(call), call.attr("layout")
     n, largest = len(letters), "max" in call.name
     _order(call, layout, "NC" + letters)
@@ -121,6 +121,7 @@ def _pool(call: OpCall) -> Function:
 
     def pool(x: Tensor) -> Tensor:
         first = largest and x.requires_grad
+        x = x if largest else wide(x)
         for tap in reversed(taps):  # rows last: of equal elements torch's gradient is that of the first one by rows
             x = tap.reduce(x, fill, _first_largest if first else torch.maximum if largest else torch.add)
         if not largest:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from mesh_tensor.base.dtypes import poison_value
+from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.narrowed import NARROWED
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
@@ -133,7 +134,21 @@ def _division(call: OpCall, place: Place) -> Function:
     dtype = torch_dtype(call.outputs[0].dtype)
     if dtype.is_floating_point:
         return with_numbers(call, on_floats)
-    return with_numbers(call, _poisoned(on_integers, dtype) if place.padded else on_integers)
+    divide = _poisoned(on_integers, dtype) if place.padded else on_integers
+    if place.valid is None:
+        return with_numbers(call, divide)
+    _, divisors = place.valid
+
+    def divide_checked(a: Tensor, b: Tensor) -> Tensor:
+        if (divisors.of(b) == 0).any():
+            refuse(
+                f"R.{call.name}: an integer is divided by 0",
+                where=str(call.expr),
+                fix="divide by something else there; check_indices=False leaves this out, and gives the lowest integer",
+            )
+        return divide(a, b)
+
+    return divide_checked
 
 
 def _poisoned(divide: Function, dtype: torch.dtype) -> Function:

@@ -9,7 +9,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 
-from ..dtypes import torch_dtype
+from ..dtypes import torch_dtype, wide
 from .table import Function, torch_op
 
 Tensor = torch.Tensor
@@ -69,8 +69,8 @@ def _rms_norm(call: OpCall) -> Function:
     along = _along(dims, ndim)
 
     def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-        wide = _wide(x)
-        return wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps) * _wide(along(weight))
+        x = wide(x)
+        return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps) * wide(along(weight))
 
     return rms_norm
 
@@ -119,7 +119,7 @@ def _batch_norm(call: OpCall) -> Function:
             return F.batch_norm(x, mean, var, gamma if scale else None, beta if center else None, eps=eps), mean, var
         used_mean, used_var = mean, var
         if training:
-            used_var, used_mean = torch.var_mean(x, dims, correction=0)
+            used_var, used_mean = torch.var_mean(wide(x), dims, correction=0)
             mean = (1 - momentum) * mean + momentum * used_mean
             var = (1 - momentum) * var + momentum * used_var
         normal = (x - along(used_mean)) / torch.sqrt(along(used_var) + eps)
@@ -145,12 +145,8 @@ def _along(dims: tuple[int, ...], ndim: int) -> Function:
     return along
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
-    x = _wide(x)
+    x = wide(x)
     var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
     return (x - mean) * torch.rsqrt(var + eps)
 

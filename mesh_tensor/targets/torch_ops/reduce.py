@@ -92,18 +92,20 @@ def _scan(call: OpCall) -> Function:
 
 @torch_op("median")
 def _median(call: OpCall) -> Function:
-    """The lower one of an even number; along a dim also where it stands, of equal ones the first in a stable order."""
+    """The lower one of an even number; along a dim also where it stands, of equal ones the first in a stable order.
+    Where there are NaN it is the first of them."""
     dims, keep, shape = call.attr("axis"), bool(call.attr("keepdims")), call.outputs[0].shape
     if not dims:
-        return lambda x: x.reshape(-1).sort().values[(x.numel() - 1) // 2].reshape(shape)
+        return lambda x: _medians(x.reshape(-1), 0)[0].reshape(shape)
     (dim,) = call.axes(dims)
-    middle = (call.inputs[0].shape[dim] - 1) // 2
+    return lambda x: tuple(t if keep else t.squeeze(dim) for t in _medians(x, dim))
 
-    def median(x: Tensor) -> tuple[Tensor, ...]:
-        found = torch.sort(x, dim=dim, stable=True)
-        return tuple(t.narrow(dim, middle, 1) if keep else t.select(dim, middle) for t in found)
 
-    return median
+def _medians(x: Tensor, dim: int) -> list[Tensor]:
+    found, count = torch.sort(x, dim=dim, stable=True), x.shape[dim]
+    nans = torch.isnan(x).sum(dim, keepdim=True)  # which come last
+    at = torch.where(nans > 0, count - nans, (count - 1) // 2)
+    return [each.gather(dim, at) for each in found]
 
 
 @torch_op("sort", "argsort")
