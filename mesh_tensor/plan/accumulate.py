@@ -129,7 +129,7 @@ def _kind_of_loss(found: BatchParts, function: str) -> Kind:
         where=f"{function!r} of a training step with accumulate=",
         why="the loss has to be a sum or a mean over the rows of the batch, or a quotient of such sums whose divisor "
         "does not depend on parameters",
-        fix="write the loss as one, or leave accumulate out",
+        fix="write the loss as one, a mean by the operator mean, or leave accumulate out",
     )
 
 

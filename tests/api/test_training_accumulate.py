@@ -79,6 +79,11 @@ LOSSES = {
         lambda: torch.randn(12).sign(),
     ),
     "several labels": (F.multilabel_margin_loss, lambda: torch.tensor([[2, 5, -1, 3], [1, 0, 2, -1]] * 6).repeat(1, 2)),
+    "rows divided by how many there are": (lambda o, t: ((o - t).square() / len(o)).sum(), lambda: torch.randn(12, 8)),
+    "labels by the number of rows": (
+        lambda o, t: (F.cross_entropy(o, t, reduction="none") / len(t)).sum(),
+        lambda: _labels(12, (0, 5)),
+    ),
     "a mean and a sum": (lambda o, t: F.mse_loss(o, t) + 0.1 * o.abs().sum(), lambda: torch.randn(12, 8)),
 }
 
@@ -136,10 +141,26 @@ def test_modules_that_were_imported_for_a_microbatch(name, zero):
     _assert_trains(run, theirs, None, batch)
 
 
-def test_modules_whose_loss_may_divide_by_the_size_of_a_microbatch():
-    module = imported(MLP(), lambda o, t: (o - t).square().sum() / o.shape[0], (torch.randn(4, 12), torch.randn(4, 8)))
-    with pytest.raises(mt.MeshTensorError, match="divides a sum by 4, which may be a constant"):
+@pytest.mark.parametrize(
+    ("loss", "count"),
+    [
+        (lambda o, t: (o - t).square().sum() / o.shape[0], 4),
+        (lambda o, t: (o - t).square().sum(0).sum() / o.numel(), 32),
+        (lambda o, t: ((o - t).square().sum(1) / o.shape[0]).sum(), 4),
+        (lambda o, t: ((o - t).square() / o.numel()).sum(0).sum(), 32),
+        (lambda o, t: ((o - t).square().sum(0) / o.numel()).sum(), 32),
+        (lambda o, t: ((o - t).square() / 8 / o.shape[0]).sum(0).sum(), 32),
+        (lambda o, t: (torch.full((4,), 0.25) @ (o - t).square()).sum(), 4),
+    ],
+)
+def test_modules_whose_loss_may_divide_by_the_size_of_a_microbatch(loss, count):
+    module = imported(MLP(), loss, (torch.randn(4, 12), torch.randn(4, 8)))
+    with pytest.raises(mt.MeshTensorError, match=f"divides a sum by {count}, which may be a constant"):
         mt.training_step(module, None, accumulate=3)
+
+
+def test_numbers_of_microbatches():
+    module = imported(MLP(), F.mse_loss, (torch.randn(4, 12), torch.randn(4, 8)))
     with pytest.raises(mt.MeshTensorError, match=r"accumulate=0(.|\n)*from 1 on"):
         mt.training_step(module, None, accumulate=0)
 
@@ -240,7 +261,7 @@ class Mixed(MLP):
         (MLP(), lambda o, t: F.mse_loss(o, t).sqrt(), 2, "(sqrt) is not linear in"),
         (MLP(), lambda o, t: (o - t).square().sum() / o.shape[0] ** 2, 2, "which depend on how many rows there are"),
         (MLP(), lambda o, t: (o - t - 1e3).relu().mean() * len(o), 2, "(multiply) computes with const"),
-        (MLP(), lambda o, t: ((o - t).square() / len(o)).sum(), 2, "(divide) computes with const"),
+        (MLP(), lambda o, t: ((o - t).square() / len(o) + 1).sum(), 2, "(add) is not linear in"),
         (MLP(), lambda o, t: (o - t)[:, : len(o) // 2].abs().sum(), 2, "(strided_slice) computes with sizes"),
         (MLP(), lambda o, t: o.sum() * torch.zeros(len(o)).softmax(0)[0], 2, "(nn.softmax) computes with sizes"),
         (MLP(), lambda o, t: (o.sum(0) * torch.tensor([len(o), *range(7)])).sum(), 2, "computes with"),

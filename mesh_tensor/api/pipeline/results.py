@@ -10,12 +10,13 @@ import torch
 from tvm import ir, tirx
 
 from mesh_tensor.annotations.named_values import NamedValues
+from mesh_tensor.annotations.names import reachable
 from mesh_tensor.base.errors import refuse, shown
-from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.fragments import FUNCTION, part
 from mesh_tensor.plan.batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum
 from mesh_tensor.plan.batch_parts import BatchParts, Total, batch_parts
+from mesh_tensor.plan.manual import manual_mesh
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -24,7 +25,10 @@ from ..module import distribute_module
 
 REDUCTIONS = (None, "mean", "sum")
 _SIZES = (61, 13, 5, 2)  # open sizes are looked at as such
-_FIX = "return rows of the batch, and sums or means over them; or run it with microbatches=1"
+_FIX = (
+    "return rows of the batch, and sums or means over them (say reduction='sum' or 'mean' of what numbers divide); or "
+    "run it with microbatches=1"
+)
 
 
 class Results:
@@ -187,7 +191,8 @@ def _function_of(flow: Flow, total: Total) -> tuple[tuple[str, ...], Any]:
     used = {value for name in mine for value in flow.operands[name]}
     takes = tuple(name for name in flow.params if name in used)
     module = part(flow, mine, takes, [total.value])
-    return takes, distribute_module(module, Mesh({"all": 1}), {}, function=FUNCTION, check_indices=False)
+    mesh = manual_mesh(reachable(module, FUNCTION).values())
+    return takes, distribute_module(module, mesh, {}, function=FUNCTION, check_indices=False)
 
 
 def _combined(kind: Kind | None, parts: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
