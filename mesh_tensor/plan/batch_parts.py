@@ -109,10 +109,9 @@ def _graph(mod: ir.IRModule, function: str) -> Graph:
 
 def _beside(graph: Graph, larger: Graph, inputs: Collection[str]) -> Larger:
     """The graph beside that of more rows."""
-    rows = [value.type.shape[0] for one in (graph, larger) for value in one.params if value.name in inputs][
-        :: len(inputs)
-    ]
-    return Larger(graph, larger, rows[1] // rows[0])
+    pairs = zip(graph.params, larger.params, strict=True)
+    times = {its.type.shape[0] // mine.type.shape[0] for mine, its in pairs if mine.name in inputs and mine.type.ndim}
+    return Larger(graph, larger, max(times, default=1))
 
 
 @dataclass(eq=False)
