@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.rules.operator import OpRule, TensorType
@@ -143,6 +143,8 @@ def _of_rows(node: Node, rule: OpRule, kinds: Sequence[Kind], rows: dict[int, Ro
     """Rows through the factor that they are; summed over, they are a sum."""
     if node.call.name in REGROUPS:
         return [_regrouped(node, rows[0])]
+    if (joined := _joined(node, rows)) is not None:
+        return [joined]
     found = {rule.inputs[i][kind.dim] for i, kind in rows.items()}
     like = {(kind.outer, kind.count) for kind in rows.values()}
     factor = found.pop() if len(found) == 1 else None
@@ -155,6 +157,17 @@ def _of_rows(node: Node, rule: OpRule, kinds: Sequence[Kind], rows: dict[int, Ro
         return mixed(node, why)
     some = next(iter(rows.values()))
     return [_along(node, rule, factor, some, number, dims) for number, dims in enumerate(rule.outputs)]
+
+
+def _joined(node: Node, rows: dict[int, Rows]) -> Rows | None:
+    """What tensors of rows make that are put behind each other along that dim, as a stack of them is made: each has
+    the batch's rows."""
+    kinds, shapes = {*rows.values()}, {value.type.shape for value in node.inputs}
+    if node.kernel is not None or node.call.name != "concat" or len(rows) < len(node.inputs):
+        return None
+    if len(kinds) > 1 or len(shapes) > 1 or int(node.call.attr("axis")) % node.inputs[0].type.ndim != rows[0].dim:
+        return None
+    return replace(rows[0], outer=rows[0].outer * len(rows))
 
 
 def _in_the_way(node: Node, rule: OpRule, kinds: Sequence[Kind], factor: str) -> str:
