@@ -76,7 +76,7 @@ def _expected(name):
 @pytest.mark.parametrize("name", CASES)
 def test_training_steps(name, rows, recompute):
     x, weights, loss, gradients = _expected(name)
-    module = mt.ImportedModule(_module(name, rows), weights, {name: name for name in weights})
+    module = mt.ImportedModule(_module(name, rows), weights)
     step = mt.training_step(module, None, optimizer="sgd", lr=0.1, accumulate=ROWS // rows, recompute=recompute)
     run = mt.distribute_module(step, X | {"y": 2}, {"x0": {"y": 0}}, poison=True)
     torch.testing.assert_close(run(x), loss, rtol=1e-5, atol=1e-5)

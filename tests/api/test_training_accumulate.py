@@ -165,6 +165,72 @@ def test_numbers_of_microbatches():
         mt.training_step(module, None, accumulate=0)
 
 
+class TwoNorms(nn.Module):
+    """Two batch norms, one of which keeps what it saw last; it gives its loss."""
+
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Linear(10, 8)
+        self.last, self.reduction = nn.BatchNorm1d(8, momentum=0.7), reduction
+
+    def forward(self, x, target):
+        out = self.last(self.down(torch.tanh(self.norm(self.up(x)))))
+        return F.mse_loss(out, target, reduction=self.reduction)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "auto", "zero": 1}])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_batch_norms_of_each_microbatch(reduction, options):
+    """As torch that goes through the microbatches one after the other: losses, weights, and running statistics."""
+    torch.manual_seed(0)
+    model, count = TwoNorms(reduction), 3
+    module = mt.from_torch(torch.export.export(model, (torch.randn(4, 12), torch.randn(4, 8))))
+    named = {"accumulate": count, "per_microbatch": ["norm", "last"]}
+    step = mt.training_step(module, None, optimizer="sgd", lr=0.01, **named, **options)
+    run = mt.distribute_module(step, {"data": 2}, DATA, poison=True)
+    theirs = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
+    for _ in range(3):
+        x, target, total = torch.randn(12, 12), torch.randn(12, 8), 0.0
+        optimizer.zero_grad()
+        for part in range(count):
+            loss = theirs(x[part::count], target[part::count]) / (count if reduction == "mean" else 1)
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        torch.testing.assert_close(run(x, target), total, rtol=1e-5, atol=1e-6)
+    state = run.state_dict()
+    assert int(state["norm.num_batches_tracked"]) == 9
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+class Counting(TwoNorms):
+    """Its loss depends on what it saw before."""
+
+    def forward(self, x, target):
+        scale = self.norm.running_mean.abs().sum() + 1
+        return super().forward(x, target) * scale
+
+
+@pytest.mark.parametrize(
+    ("model", "named", "fact"),
+    [
+        (TwoNorms(), [], "accumulate= of a model that writes 'norm.running_mean'"),
+        (TwoNorms(), ["norm"], "(subtract) takes rows of the batch and"),
+        (TwoNorms(), ["norm", "lost"], "there is no value 'lost' in 'main'"),
+        (Counting(), ["norm", "last"], "is another one for each part"),
+    ],
+)
+def test_batch_norms_that_are_not_said_to_be_of_each_microbatch(model, named, fact):
+    module = mt.from_torch(torch.export.export(model, (torch.randn(4, 12), torch.randn(4, 8))))
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.training_step(module, None, accumulate=3, per_microbatch=named)
+    assert fact in str(error.value)
+    with pytest.raises(mt.MeshTensorError, match=r"per_microbatch=\['norm'\] of a torch model"):
+        mt.training_step(MLP(), F.mse_loss, (torch.randn(4, 12),) * 2, accumulate=2, per_microbatch=["norm"])
+
+
 @pytest.mark.parametrize(
     ("mesh", "layout", "zero"),
     [

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from tvm import ir, tirx
 
-from mesh_tensor.annotations.named_values import NamedValues
 from mesh_tensor.annotations.names import reachable
 from mesh_tensor.base.errors import refuse, shown
-from mesh_tensor.pipelining.flow import Flow
+from mesh_tensor.pipelining.flow import Flow, stated_bindings
 from mesh_tensor.pipelining.fragments import FUNCTION, part
 from mesh_tensor.plan.batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum
 from mesh_tensor.plan.batch_parts import BatchParts, Total, batch_parts
@@ -100,7 +99,7 @@ def results_of(
             where=f"pipeline of {flow.function!r} with train",
             fix="return one number of floats first: a mean over the rows",
         )
-    stated = _stated(flow, per_microbatch)
+    stated = stated_bindings(flow, per_microbatch)
     if microbatches == 1:
         return Results(flow)
     sized = sized_module(flow, signature)
@@ -120,17 +119,6 @@ def results_of(
     )
     _check(flow, found, reduction, sized is not None)
     return Results(flow if found.mod is flow.mod else Flow(found.mod, flow.function), found)
-
-
-def _stated(flow: Flow, names: Sequence[str]) -> list[str]:
-    """The bindings whose statistics are those of each microbatch."""
-    meant, problems = NamedValues(flow.mod, flow.function).meant_by([names] if isinstance(names, str) else list(names))
-    problems += [
-        f"{name!r} is in a function that is called" for name, (function, _), _ in meant if function != flow.function
-    ]
-    if problems:
-        refuse(problems, where="per_microbatch", fix="name values of submodules, as 'blocks.0.norm', or bindings")
-    return [flow.origin(value) for _, (_, value), _ in meant]
 
 
 def sized_module(flow: Flow, signature: ModuleSignature, doubled: Sequence[str] = ()) -> ir.IRModule | None:
