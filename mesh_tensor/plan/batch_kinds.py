@@ -214,11 +214,20 @@ def _sizes(node: Node, rule: OpRule) -> dict[str, int]:
     return sizes
 
 
+def _may_be_moved(node: Node, rows: Rows) -> bool:
+    """Whether the only row of a part may as well be in a dim of one element that is put behind its own, as a stack of
+    parts is made."""
+    source, target = node.inputs[0].type.shape[rows.dim + 1 :], node.outputs[0].type.shape[rows.dim + 1 :]
+    return node.call.name == "reshape" and rows.count == 1 and target[:1] == (1,) and source[:1] != (1,)
+
+
 def _regrouped(node: Node, rows: Rows) -> Kind:
     """Rows of a tensor whose dims are taken apart or put together: what is before them stays before them, and they are
     not taken apart themselves."""
     source, target = node.inputs[0].type.shape, node.outputs[0].type.shape
     if source[: rows.dim + 1] == target[: rows.dim + 1]:
+        if _may_be_moved(node, rows):
+            return mixed(node, "puts a dim behind the only row, which may be in either")[0]
         return rows
     before = math.prod(source[: rows.dim]) * rows.outer
     if node.call.name == "expand_dims":

@@ -143,6 +143,15 @@ def test_what_does_not_follow_from_parts():
         assert why in kind.why
 
 
+def test_stacks_of_one_row():
+    """(2, 5, 6) as (2, 1, 5, 6): the row may be in either dim."""
+    stacks = lambda x, y: torch.stack([x, x.tanh()]).mean(0).sum(), lambda x, y: torch.stack([x]).mean(0).sum()
+    for kind in parts_of(*stacks, rows=1).kinds:
+        assert isinstance(kind, Mixed)
+        assert "puts a dim behind the only row" in kind.why
+    assert all(isinstance(kind, Sum) for kind in parts_of(*stacks, rows=2).kinds)
+
+
 def test_row_numbers_are_none_of_positions():
     """As many rows as positions."""
 
