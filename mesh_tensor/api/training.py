@@ -97,6 +97,7 @@ def training_step(
     clip_norm: float | None = None,
     schedule: Schedule | None = None,
     accumulate: int = 1,
+    per_microbatch: Sequence[str] = (),
     loss_scale: float | str | None = None,
     seed: int = 0,
     recompute: str | int | Sequence[str] | None = None,
@@ -119,6 +120,10 @@ def training_step(
         schedule: from the number of the step (0, 1, ...) to what the learning rate is multiplied with.
         accumulate: into how many microbatches the batch is taken apart. They are gone through one after the other; the
             loss and the gradients are those of the whole batch. A module that was imported is one of a microbatch.
+        per_microbatch: submodules that take the rows of a microbatch together, as a batch norm does in training, and
+            are to do so, of a module that was imported: loss and gradients are not the whole batch's then, but what
+            torch makes of the microbatches one after the other. What the model writes (running statistics) is handed on
+            from each to the next.
         loss_scale: what the loss is multiplied with before gradients are taken, which are divided by it again: a
             number, or "dynamic", which leaves out steps whose gradients overflow and goes on with a smaller one.
         recompute: what the backward pass computes again instead of keeping it: "full", all but the results of layers;
@@ -147,10 +152,17 @@ def training_step(
         refuse(f"clip_norm={shown(clip_norm)}", fix="use the largest norm that gradients may have, a number above 0")
     made = any_optimizer(optimizer, options)
     scale, dtype = LossScale.make(loss_scale), _narrow(reduce_dtype)
-    asked = _Asked(made, zero, clip_norm, schedule, scale, _checked_seed(seed), recompute, dtype)
+    asked = _Asked(made, zero, clip_norm, schedule, scale, _checked_seed(seed), recompute, dtype, per_microbatch)
     if isinstance(model, ImportedModule):
         parts = None if accumulate == 1 else microbatches_of_module(model, accumulate)
         return _step(ImportedLoss(model, {name: model.params[name] for name in model.state}), asked, parts)
+    if per_microbatch:
+        refuse(
+            f"per_microbatch={shown(per_microbatch)} of a torch model",
+            where="training_step",
+            why="it is recorded for the whole batch, too, where its norms make other values",
+            fix="pass what from_torch gives of the model with its loss, exported for one microbatch",
+        )
     batch = tuple(inputs)
     parts = None if accumulate == 1 else microbatches_of(batch, accumulate)
     if parts is not None:
@@ -178,6 +190,7 @@ class _Asked:
     seed: int
     recompute: str | int | Sequence[str] | None
     reduce_dtype: str | None
+    per_microbatch: Sequence[str] = ()
 
 
 def _narrow(dtype: object) -> str | None:
@@ -198,11 +211,12 @@ def _step(found: ImportedLoss, asked: _Asked, parts: Parts | None = None) -> Tra
     module = found.module
     check_names(module, asked.optimizer.slots, COUNTS)
     written = [name for name, ours in module.names.items() if ours in found.buffers]
-    if parts is not None and found.buffers:
+    if parts is not None and found.buffers and not asked.per_microbatch:
         refuse(
             f"accumulate= of a model that writes {listing(written)}",
             why="statistics of a microbatch are not those of the batch",
-            fix="leave accumulate out, or use norms that look at each row by itself",
+            fix="pass what from_torch gives for one microbatch, with per_microbatch=[names of batch norms], if that is "
+            "meant; else leave accumulate out, or use norms that look at each row by itself",
         )
     made = training_function(
         module.mod,
@@ -212,7 +226,7 @@ def _step(found: ImportedLoss, asked: _Asked, parts: Parts | None = None) -> Tra
         asked.clip_norm,
         list(found.buffers),
         scaled=asked.loss_scale is not None,
-        microbatches=None if parts is None else parts.named(module.mod["main"]),
+        microbatches=None if parts is None else parts.named(module.mod, asked.per_microbatch, len(found.buffers)),
         recompute=_recomputed(module.mod, asked.recompute),
         reduce_dtype=asked.reduce_dtype,
     )
@@ -227,6 +241,7 @@ def _step(found: ImportedLoss, asked: _Asked, parts: Parts | None = None) -> Tra
     fixed = {name: module.params[name] for name in params if name in module.params and name not in state}
     every = {**module.names, **source_names(mod["main"])}
     names = {theirs: ours for theirs, ours in every.items() if ours in state or ours in fixed}
+    names |= {ours: ours for ours in (*state, *fixed) if ours not in names.values()}
     ours_alone = {*state, *fixed, NUMBERS_NAME, LOSS_SCALE_NAME, SEED_NAME}
     taken = tuple(name for name in params if name not in ours_alone)
     state = {name: state[name] for name in params if name in state}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from tvm import ir, relax
+from tvm import ir
 
 from mesh_tensor.annotations.names import Fresh, renamed_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse, shown
@@ -20,6 +20,7 @@ from mesh_tensor.importers.imported import identifiers
 from mesh_tensor.importers.torch_dropout import counted, has_seed
 from mesh_tensor.importers.torch_exact import interpreted
 from mesh_tensor.importers.torch_frontend import from_torch
+from mesh_tensor.pipelining.flow import Flow, stated_bindings
 from mesh_tensor.plan.accumulate import Microbatches
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME
 from mesh_tensor.rules.operator.dropout import SEED_NAME
@@ -179,11 +180,15 @@ class Parts:
     rows: tuple[bool, ...]
     whole: ir.IRModule | None = None
 
-    def named(self, function: relax.Function) -> Microbatches:
-        """By the names that the inputs have as the function's first parameters."""
-        names = [param.name_hint for param in function.params[: len(self.rows)]]
+    def named(self, mod: ir.IRModule, per_microbatch: Sequence[str], written: int) -> Microbatches:
+        """By the names that the inputs have as the first parameters of `main`; values of `per_microbatch` are those of
+        each, and so are the last results, the new values of as many parameters that are `written`."""
+        names = [param.name_hint for param in mod["main"].params[: len(self.rows)]]
         inputs = tuple(n for n, has in zip(names, self.rows, strict=True) if has)
-        return Microbatches(self.count, inputs, self.whole)
+        flow = Flow(mod, "main")
+        stated = stated_bindings(flow, per_microbatch)
+        by_itself = frozenset(flow.above([*stated, *flow.results[1:][:written]])) if stated else frozenset()
+        return Microbatches(self.count, inputs, self.whole, tuple(stated), by_itself)
 
 
 def _check_count(count: object) -> None:

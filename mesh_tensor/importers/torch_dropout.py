@@ -5,19 +5,17 @@ A program that drops takes the seed as its last input then, `dropout_seed`; the 
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from inspect import Parameter, Signature
 from typing import Any
 
 import torch
-from torch import nn
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 from tvm import relax
 
-from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.dropout import SEED_NAME, Dropout, dropout_call
 from mesh_tensor.targets.torch_ops.create import dropped
 
@@ -60,23 +58,7 @@ def counted(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
         return program
     seeds = [spec.arg.name for spec in program.graph_signature.input_specs if spec.arg.name == SEED_NAME]
     if not seeds:
-        args, kwargs = program.example_inputs or ((), {})
-        problems = {
-            "inputs by name": bool(kwargs),
-            "nested inputs": not all(pytree.tree_structure(arg).is_leaf() for arg in args),
-            "open sizes": bool(program.range_constraints),
-            "no example inputs": program.example_inputs is None,
-        }
-        if any(problems.values()):
-            refuse(
-                f"a program with dropout and {', '.join(what for what, is_so in problems.items() if is_so)}",
-                fix="export it with inputs in order, of known sizes",
-            )
-        specs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
-        seeded = _Seeded(program.module(check_guards=False), [spec.arg.name for spec in specs])
-        program = _in_submodules(
-            torch.export.export(seeded, (*args, torch.zeros((), dtype=torch.int64)), strict=False), program
-        )
+        program = _with_seed(program)
     graph = program.graph
     (seed,) = (node for node in graph.nodes if node.op == "placeholder" and node.name == SEED_NAME)
     drops = [node for node in graph.nodes if _drops(node)]
@@ -105,32 +87,50 @@ def kept_whole(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
     return program
 
 
-class _Seeded(nn.Module):
-    """A program's module that takes a seed, too; its parameters have their own names."""
+def _with_seed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program with one more input, the last one: by name, where there are such, or nested ones."""
+    module, specs = copy.deepcopy(program.graph_module), program.graph_signature
+    for node, original in zip(module.graph.nodes, program.graph.nodes, strict=True):
+        node.name = original.name  # copies of some get others, which the signature hasn't
+    *_, last = (node for node in module.graph.nodes if node.op == "placeholder")
+    with module.graph.inserting_after(last):
+        seed = module.graph.placeholder(SEED_NAME)
+    seed.name = SEED_NAME
+    modes = [getattr(node.meta.get("val"), "fake_mode", None) for node in module.graph.nodes]
+    with next(mode for mode in modes if mode is not None):
+        seed.meta["val"] = torch.zeros((), dtype=torch.int64)
+    module.recompile()
+    argument, (entry, *others) = TensorArgument(SEED_NAME), program.module_call_graph
+    entry = copy.copy(entry)
+    if (form := entry.signature) is not None:
+        entry.signature = form = copy.copy(form)
+        form.inputs = [*form.inputs, argument]
+        form.in_spec = pytree.tree_structure(_and_last(form.in_spec.unflatten([0] * form.in_spec.num_leaves), 0))
+        if form.forward_arg_names is not None:
+            form.forward_arg_names = [*form.forward_arg_names, SEED_NAME]
+    inputs = program.example_inputs
+    made = torch.export.ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=ExportGraphSignature(
+            [*specs.input_specs, InputSpec(InputKind.USER_INPUT, argument, None)], specs.output_specs
+        ),
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=[entry, *others],
+        example_inputs=None if inputs is None else _and_last(inputs, torch.zeros((), dtype=torch.int64)),
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+    made._guards_code = getattr(program, "_guards_code", [])
+    return made
 
-    def __init__(self, inner: nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        self.training = inner.training
-        self.__dict__["_parameters"], self.__dict__["_buffers"] = inner._parameters, inner._buffers
-        self.__dict__["_modules"] = inner._modules
 
-        def forward(*inputs: torch.Tensor) -> Any:
-            return inner(*inputs[:-1])
-
-        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in (*names, SEED_NAME)]
-        forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # inputs are named after it
-        self.__dict__["forward"] = forward
-
-
-def _in_submodules(
-    program: torch.export.ExportedProgram, source: torch.export.ExportedProgram
-) -> torch.export.ExportedProgram:
-    """The program, whose operators are in the submodules that those of another one are in, if they are the same."""
-    mine, theirs = ([n for n in p.graph.nodes if n.op == "call_function"] for p in (program, source))
-    if [node.target for node in mine] == [node.target for node in theirs]:
-        for node, other in zip(mine, theirs, strict=True):
-            node.meta["nn_module_stack"] = other.meta.get("nn_module_stack", {})
-    return program
+def _and_last(inputs: Any, seed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs in order and by name, with the seed as the last one."""
+    args, named = inputs
+    by_name = named or not all(pytree.tree_structure(arg).is_leaf() for arg in args)
+    return (tuple(args), {**named, SEED_NAME: seed}) if by_name else ((*args, seed), {})
 
 
 class _Emitter:
@@ -185,8 +185,13 @@ def _channels(emitter: _Emitter, node: torch.fx.Node, seed: torch.fx.Node, strea
     """Of whole channels."""
     x: Any = node.args[0]
     shape = [*x.meta["val"].shape[:2], *[1] * (x.meta["val"].ndim - 2)]
-    ones = emitter(aten.full.default, shape, 1.0)
-    ones = emitter(aten.to.dtype, ones, x.meta["val"].dtype)
+    if all(isinstance(size, int) for size in shape):
+        ones = emitter(aten.to.dtype, emitter(aten.full.default, shape, 1.0), x.meta["val"].dtype)
+    else:
+        first = x
+        for dim in range(2, len(shape)):
+            first = emitter(aten.slice.Tensor, first, dim, 0, 1)
+        ones = emitter(aten.ones_like.default, first)
     return emitter(aten.mul.Tensor, x, emitter(_COUNTED, ones, seed, float(node.args[1]), stream))  # type: ignore[arg-type]
 
 
@@ -203,7 +208,9 @@ def _weights(emitter: _Emitter, node: torch.fx.Node, seed: torch.fx.Node, stream
     scores = emitter(aten.matmul.default, query, turned)
     scores = emitter(aten.mul.Tensor, scores, 1 / math.sqrt(shapes[0][-1]) if scale is None else scale)
     if causal:
-        allowed = emitter(aten.full.default, [shapes[0][-2], shapes[1][-2]], 1.0)
+        sizes = [shapes[0][-2], shapes[1][-2]]
+        known = all(isinstance(size, int) for size in sizes)
+        allowed = emitter(aten.full.default, sizes, 1.0) if known else emitter(aten.ones_like.default, scores)
         mask = emitter(aten.gt.Scalar, emitter(aten.tril.default, allowed), 0.5)
     if mask is not None and mask.meta["val"].dtype == torch.bool:
         scores = emitter(aten.masked_fill.Scalar, scores, emitter(aten.logical_not.default, mask), -math.inf)

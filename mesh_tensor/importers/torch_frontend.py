@@ -32,8 +32,9 @@ def from_torch(program: torch.export.ExportedProgram, *, check: bool = True, buf
     results. What goes in or out and is no tensor is left out, but `distribute_module` of what this gives knows of it. A
     single result is no tuple.
     `scaled_dot_product_attention`, `layer_norm`, `rms_norm`, `gelu` and others that Relax has stay one operator each.
-    A program in which dropout is at work takes a whole number as its last input, `dropout_seed`: what is dropped
-    follows from it and from where it stands in the whole tensor, so it is the same on any mesh.
+    A program in which dropout is at work takes a whole number as its last input, `dropout_seed` (by name, where it has
+    inputs by name, or nested ones): what is dropped follows from it and from where it stands in the whole tensor, so it
+    is the same on any mesh.
 
     Args:
         program: what `torch.export.export` gave.

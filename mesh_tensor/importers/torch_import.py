@@ -74,7 +74,7 @@ def import_torch(
     if importer.left_over:
         mod = relax.transform.DeadCodeElimination()(mod)
     module = named(mod, program, importer.env, buffers)
-    return replace(module, mod=with_size_conditions(module.mod, original))
+    return replace(module, mod=with_size_conditions(module.mod, original, importer.conditions))
 
 
 class _Importer(ExportedProgramImporter):
@@ -87,6 +87,7 @@ class _Importer(ExportedProgramImporter):
         """Take this program next."""
         self._main, self._written = program.graph_module, len(written_buffers(program))
         self._open: dict[str, tirx.Var] = {}  # by what torch calls a size
+        self.conditions = list[str]()  # what operators ask of open sizes
 
     def _translate_fx_graph(self, graph_module: Any, nodes: Any, inputs_vars: Any, custom_ops: Any = None) -> Any:
         """What a graph gives; the new values of written buffers are values of their own."""

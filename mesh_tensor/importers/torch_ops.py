@@ -188,14 +188,13 @@ def batch_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     x, weight, bias, mean, var, training, momentum, epsilon = arguments(node, importer, 8)
     if not training:
         refuse("a batch norm for inference that gives statistics", fix="export the model in eval mode")
-    if not all(isinstance(size, tirx.IntImm) for size in x.struct_info.shape):
-        refuse(f"a batch norm in training over {x.struct_info.shape}", fix="export the model for a known batch size")
-    shape = [int(size) for size in x.struct_info.shape]
+    shape = [int(size) if isinstance(size, tirx.IntImm) else size for size in x.struct_info.shape]
     dims = [0, *range(2, len(shape))]
+    if not isinstance(shape[1], int):
+        refuse(f"a batch norm in training over {x.struct_info.shape}", fix="export the model for known channels")
     x, weight, bias, mean, var = (each and widened(importer, each) for each in (x, weight, bias, mean, var))
     dtype = x.struct_info.dtype
-    count = math.prod(shape[dim] for dim in dims)
-    if count < 2:
+    if all(shape[dim] == 1 for dim in dims):
         refuse("a batch norm over one element", fix="give it more than one element per channel")
 
     def number(value: float) -> relax.Expr:
@@ -219,7 +218,17 @@ def batch_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
         return bound(relax.op.add(kept, bound(relax.op.multiply(new, number(momentum)))))
 
     flat = [bound(relax.op.reshape(tensor, [shape[1]])) for tensor in (own, inverse, spread)]
-    sample = bound(relax.op.multiply(flat[2], number(count / (count - 1))))
+    if all(isinstance(size, int) for size in shape):
+        count = math.prod(shape[dim] for dim in dims)
+        sample = bound(relax.op.multiply(flat[2], number(count / (count - 1))))
+    else:  # as many ones as a channel has elements, in float32: in 16 bits they are too many
+        importer.conditions.append(f"{' * '.join(f'({shape[dim]})' for dim in dims)} >= 2")
+        ones = bound(relax.op.ones([1 if dim == 1 else size for dim, size in enumerate(shape)], "float32"))
+        many = bound(relax.op.reshape(bound(relax.op.sum(ones)), [1]))
+        rest = bound(relax.op.subtract(many, relax.const(1.0, "float32")))
+        share = bound(relax.op.divide(many, rest))
+        share = share if dtype == "float32" else bound(relax.op.astype(share, dtype))
+        sample = bound(relax.op.multiply(flat[2], share))
     made = [result, flat[0], flat[1], entered(mean, flat[0]), entered(var, sample)]
     dtypes = [dtype_name(meant.dtype) for meant in node.meta["val"]]
     return bound(relax.Tuple([in_dtype(importer, *each) for each in zip(made, dtypes, strict=True)]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch.export.graph_signature import InputKind
@@ -15,10 +15,12 @@ from mesh_tensor.annotations.size_conditions import CONDITIONS_ATTR, SizeConditi
 from mesh_tensor.base.errors import refuse
 
 
-def with_size_conditions(mod: ir.IRModule, program: torch.export.ExportedProgram) -> ir.IRModule:
-    """The program's module, with what the program's guards ask of the sizes of its inputs."""
-    guards = [text for text in getattr(program, "_guards_code", ()) if _SIZE in text]
-    if not guards:
+def with_size_conditions(
+    mod: ir.IRModule, program: torch.export.ExportedProgram, others: Iterable[str] = ()
+) -> ir.IRModule:
+    """The program's module, with what the program's guards ask of the sizes of its inputs, and what `others` do."""
+    guards, more = [text for text in getattr(program, "_guards_code", ()) if _SIZE in text], list(others)
+    if not guards and not more:
         return mod
     func, result = mod["main"], mod.clone()
     shapes = {param.name_hint: getattr(param.struct_info, "shape", None) for param in func.params}
@@ -28,7 +30,7 @@ def with_size_conditions(mod: ir.IRModule, program: torch.export.ExportedProgram
         for source, number in _sources(program)
         if (shape := shapes.get(inputs[number])) is not None
     }
-    conditions = [SizeCondition(_Named(known, text).made()) for text in guards]
+    conditions = [*(SizeCondition(_Named(known, text).made()) for text in guards), *map(SizeCondition, more)]
     texts = dict.fromkeys(condition.text for condition in conditions if condition.names)
     if texts:
         result.update_func(mod.get_global_var("main"), func.with_attr(CONDITIONS_ATTR, list(texts)))

@@ -16,6 +16,7 @@ from typing import Any
 
 from tvm import ir, relax
 
+from mesh_tensor.annotations.named_values import NamedValues
 from mesh_tensor.annotations.names import check_module, relax_function, unique_names, with_flat_parameters
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import refuse
@@ -130,6 +131,17 @@ class Flow:
             why="every result has to come from one stage",
             fix="bind each result to a variable, and return a tuple of these",
         )
+
+
+def stated_bindings(flow: Flow, names: Sequence[str]) -> list[str]:
+    """The bindings whose statistics are those of each microbatch, by the names of `per_microbatch`."""
+    meant, problems = NamedValues(flow.mod, flow.function).meant_by([names] if isinstance(names, str) else list(names))
+    problems += [
+        f"{name!r} is in a function that is called" for name, (function, _), _ in meant if function != flow.function
+    ]
+    if problems:
+        refuse(problems, where="per_microbatch", fix="name values of submodules, as 'blocks.0.norm', or bindings")
+    return [flow.origin(value) for _, (_, value), _ in meant]
 
 
 def operands(expr: relax.Expr) -> list[str]:

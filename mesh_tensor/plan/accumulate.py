@@ -6,7 +6,7 @@ is summed once, after the last microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tvm import ir, relax
@@ -31,11 +31,14 @@ Recompute = Callable[[Graph], set[Value]]
 @dataclass(frozen=True)
 class Microbatches:
     """`count` of them: the n-th has every `count`-th row of the batch, from the n-th on. `inputs`: the parameters that
-    have rows, which are their first dim. `whole`: the module of the same function of a whole batch, if there is one."""
+    have rows, which are their first dim. `whole`: the module of the same function of a whole batch, if there is one.
+    `stated`, `by_itself`: bindings, as `batch_parts` takes them."""
 
     count: int
     inputs: tuple[str, ...]
     whole: ir.IRModule | None = None
+    stated: tuple[str, ...] = ()
+    by_itself: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,17 +55,36 @@ class Accumulated:
 
 
 def accumulated(
-    mod: ir.IRModule, function: str, trained: list[str], batches: Microbatches, seed: Seed, recompute: Recompute
+    mod: ir.IRModule,
+    function: str,
+    trained: list[str],
+    batches: Microbatches,
+    seed: Seed,
+    recompute: Recompute,
+    written: Sequence[str] = (),
 ) -> Accumulated:
     """`function`, which is written for one microbatch, of a whole batch, with the gradients of the parameters
-    `trained`. `seed` gives the gradient of a loss by itself; `recompute` says what of a graph is computed again.
+    `trained`. Its results after the loss are new values of the parameters `written`, which the next microbatch takes;
+    those of the last one are the batch's. `seed` gives the gradient of a loss by itself; `recompute` says what of a
+    graph is computed again.
 
     Raises:
         MeshTensorError: as `gradient_function`; or the loss is neither a sum nor a mean over rows.
     """
     mod, read = readable(mod, function)
     whole = None if batches.whole is None else readable(batches.whole, function)[0]
-    found = batch_parts(mod, function, batches.inputs, trained, larger=whole, through_stops=False, own_seeds=True)
+    found = batch_parts(
+        mod,
+        function,
+        batches.inputs,
+        trained,
+        stated=batches.stated,
+        by_itself=batches.by_itself,
+        larger=whole,
+        through_stops=False,
+        own_seeds=True,
+        written=written,
+    )
     kind = _kind_of_loss(found, function)
     graph = read_graph(found.mod, function, read.mesh, {}, experts=False)
     wrt = [value for value in graph.params if value.name in trained]
@@ -80,7 +102,9 @@ def accumulated(
     losses: list[relax.Expr] = []
     gradients: dict[str, relax.Expr] = {}
     known: dict[Value, relax.Expr] = {}
+    left: dict[Value, relax.Expr] = {}  # by the parameter: what the microbatch before made of it
     for copy, env in zip(copies, environments, strict=True):
+        env |= left
         for node, first in zip(copy.nodes, graph.nodes, strict=True):
             if first not in early:
                 writer.again(node, env)
@@ -92,6 +116,8 @@ def accumulated(
         reverse(joint, {loss: start}, wrt, taken)
         again |= taken.copies
         losses.append(env[loss])
+        states = [next(value for value in graph.params if value.name == name) for name in written]
+        left = {value: env[new] for value, new in zip(states, leaves(copy.result)[1:], strict=True)}
         for value, made in zip(wrt, gradients_made(joint, wrt, mod, function), strict=True):
             gradients[value.name] = _added(writer, gradients.get(value.name), made, value)
         known |= {value: made for value, made in joint.gradients.items() if value not in wrt}
@@ -99,7 +125,8 @@ def accumulated(
     for made in losses[1:]:
         total = writer.emit(op.add(total, made), "loss")
     own = graph.params[: len(params)]
-    whole = Joint(replace(graph, params=own), writer, params, environments[0], total, known)
+    last = dict(zip(leaves(graph.result)[1:], left.values(), strict=True))
+    whole = Joint(replace(graph, params=own), writer, params, environments[0] | last, total, known)
     names = [[value.name for node in copy.nodes for value in node.outputs] for copy in copies]
     same = {
         first: (*others, *(again[name] for name in (first, *others) if name in again))
@@ -129,7 +156,7 @@ def _kind_of_loss(found: BatchParts, function: str) -> Kind:
         where=f"{function!r} of a training step with accumulate=",
         why="the loss has to be a sum or a mean over the rows of the batch, or a quotient of such sums whose divisor "
         "does not depend on parameters",
-        fix="write the loss as one, or leave accumulate out",
+        fix="write the loss as one, a mean by the operator mean, or leave accumulate out",
     )
 
 

@@ -12,7 +12,9 @@ from mesh_tensor.rules.operator import OpRule
 from mesh_tensor.rules.operator.aten import name_of
 from mesh_tensor.rules.operator.rule import Dim, atoms_of
 
-from .batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum, placed_factors
+from .batch_devices import AnyKind, Apart, kind_within, with_kind
+from .batch_kinds import Fixed, Mean, Mixed, Rows, Sum, placed_factors
+from .batch_quotients import Divided
 from .ir import Graph, Node, Value
 
 _SAME_NUMBER = ("reshape", "astype", "squeeze", "expand_dims", "broadcast_to", "full", "full_like", "mean", "sum")
@@ -22,6 +24,7 @@ _COMBINED: Mapping[str, Callable[[float, float], float]] = {
     "maximum": max,
     "minimum": min,
 }
+_DIVIDING = ("divide", "multiply", "matmul")
 _OF_SHAPES = ("reshape", "broadcast_to", "full", "ones", "zeros")  # whose options are shapes alone
 
 
@@ -43,8 +46,12 @@ class Numbers:
 
     def divisor(self, node: Node) -> float | None:
         """What a node divides by, or multiplies with the inverse of."""
+        if node.kernel is not None or node.call.name not in _DIVIDING:
+            return None
+        if node.call.name == "divide":
+            return self.of(node.inputs[1])
         number = next((n for v in reversed(node.inputs) if (n := self.of(v)) is not None), None)
-        return 1 / number if number and node.call.name == "multiply" else number
+        return 1 / number if number else None
 
     def _made(self, node: Node, value: Value) -> float | None:
         if node.kernel is not None:
@@ -80,7 +87,7 @@ class Larger:
                 self.differs = self.differs or f"{node.where} is another operator for all rows, or one of other values"
             self._twin |= dict(zip(node.outputs, other.outputs, strict=False))
 
-    def kinds(self, node: Node, rule: OpRule, kinds: Sequence[Kind], made: Sequence[Kind]) -> list[Kind]:
+    def kinds(self, node: Node, rule: OpRule, kinds: Sequence[AnyKind], made: Sequence[AnyKind]) -> list[AnyKind]:
         """The kinds of a node's results, which are `made` of operands of these kinds if all numbers are constants."""
         if self.differs:
             return [Mixed(self.differs)] * len(made)
@@ -88,10 +95,11 @@ class Larger:
             return list(made)
         fixed = [value for value, kind in zip(node.inputs, kinds, strict=True) if isinstance(kind, Fixed)]
         changed = [value for value in fixed if self._is_changed(value)]
-        if changed and isinstance(made[0], Sum) and node.call.name in ("divide", "multiply"):
+        within = made[0].kind if isinstance(made[0], Apart) else made[0]
+        if changed and isinstance(within, (Sum, Rows)) and rule.linear:
             mine, its = self._numbers.divisor(node), self._others.divisor(self._nodes[node])
             if mine and its and abs(its / mine - self._times) <= 1e-6 * self._times:
-                return [Mean()]
+                return [with_kind(made[0], Mean() if isinstance(within, Sum) else Divided(within))]
         alone = len(fixed) == len(kinds)
         if alone and self._numbers.of(node.outputs[0]) is not None:
             return list(made)
@@ -112,7 +120,7 @@ class Larger:
         """Whether a kernel does the same for more rows: what depends on no part of the batch, by its very loops."""
         return not alone or ir.structural_equal(node.kernel, self._nodes[node].kernel)
 
-    def _is_as_said(self, node: Node, rule: OpRule, made: Sequence[Kind]) -> bool:
+    def _is_as_said(self, node: Node, rule: OpRule, made: Sequence[AnyKind]) -> bool:
         """Whether a node does the same with more rows, and its results have the shapes that their kinds say."""
         other = self._nodes[node]
         same = node.call.name in _OF_SHAPES or node.call.options == other.call.options
@@ -122,7 +130,8 @@ class Larger:
             mine, its = value.type.shape, other.outputs[node.outputs.index(value)].type.shape
             if isinstance(kind, Fixed) and not (apart and (same or mine != its)):
                 return False
-            rows = kind.dim if isinstance(kind, Rows) else None
+            within = kind_within(kind)
+            rows = within.dim if isinstance(within, Rows) else None
             grown = tuple(size * self._times if d == rows else size for d, size in enumerate(mine))
             if not isinstance(kind, Fixed) and not (same and its == grown):
                 return False

@@ -9,23 +9,27 @@ batch's rows, another parameter. That holds for the gradients, too.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from tvm import ir
 
-from mesh_tensor.annotations.names import relax_function
+from mesh_tensor.annotations.names import reachable, relax_function
 from mesh_tensor.base.dtypes import is_float
-from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator import OpRule
 from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.dropout import DROPOUT
 
+from .batch_devices import AnyKind, Apart, DeviceKinds, kind_within, settled, with_kind
 from .batch_growth import Larger, Numbers
-from .batch_kinds import Fixed, Kind, Mean, Mixed, PartsWriter, Rows, Sum, Total, result_kinds
+from .batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum
+from .batch_quotients import Divided, quotient
+from .batch_totals import PartsWriter, Total
 from .gradient import depending_on
 from .ir import Graph, Node, Value, leaves
+from .manual import manual_mesh
 from .reader import read_graph
 from .tir_rule import node_rules
 from .tir_stages import expand_kernels
@@ -84,7 +88,7 @@ def batch_parts(
         anywhere = {node: replace(rules[node], positional=frozenset()) for node in graph.nodes if _drops(node)}
         rules = {**rules, **anywhere}
     known = _Kinds(graph, rules, inputs, trained, stated, by_itself, quotients, beside, through_stops, written)
-    kinds = tuple(known.of[value] for value in leaves(graph.result))
+    kinds = tuple(settled(known.of[value], value.name) for value in leaves(graph.result))
     if not known.uses and not known.shared:
         return BatchParts(mod, kinds)
     writer = PartsWriter(relax_function(mod, function))
@@ -98,17 +102,16 @@ def batch_parts(
 
 
 def _graph(mod: ir.IRModule, function: str) -> Graph:
-    graph = read_graph(mod, function, Mesh({"rows": 1}), {})
+    graph = read_graph(mod, function, manual_mesh(reachable(mod, function).values()), {})
     expand_kernels(graph)
     return graph
 
 
 def _beside(graph: Graph, larger: Graph, inputs: Collection[str]) -> Larger:
     """The graph beside that of more rows."""
-    rows = [value.type.shape[0] for one in (graph, larger) for value in one.params if value.name in inputs][
-        :: len(inputs)
-    ]
-    return Larger(graph, larger, rows[1] // rows[0])
+    pairs = zip(graph.params, larger.params, strict=True)
+    times = {its.type.shape[0] // mine.type.shape[0] for mine, its in pairs if mine.name in inputs and mine.type.ndim}
+    return Larger(graph, larger, max(times, default=1))
 
 
 @dataclass(eq=False)
@@ -126,19 +129,20 @@ class _Kinds:
     larger: Larger | None
     through_stops: bool
     written: Collection[str] = ()
-    of: dict[Value, Kind] = field(default_factory=dict)
+    of: dict[Value, AnyKind] = field(default_factory=dict)
     uses: dict[tuple[Value, str], None] = field(default_factory=dict)
     shared: dict[tuple[Value, str], None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         params = self.graph.params
-        self._numbers = Numbers(self.graph)
+        self._numbers, self._devices = Numbers(self.graph), DeviceKinds(self.graph)
         self._makers = {value: node for node in self.graph.nodes for value in node.outputs}
         self._wheres = Counter(node.where for node in self.graph.nodes)
         trained = [value for value in params if value.name in self.trained]
         self._tainted = depending_on(self.graph, trained, through_stops=self.through_stops)
         rows = [value for value in params if value.name in self.inputs and value.type.ndim]
         self._rows = rows[0].type.shape[0] if rows else 1
+        self._counted = self._rows  # divides all numbers of rows that something may have been divided by
         self.of |= {value: Rows(0, 1, self._rows) for value in rows}
         for value in self.graph.values():
             if value not in self._makers and value not in self.of:
@@ -161,13 +165,15 @@ class _Kinds:
         made = self._picked(node, kinds) or self._made(node, kinds)
         if self.larger is not None:
             made = self.larger.kinds(node, self.rules[node], kinds, made)
-        elif isinstance(made[0], (Sum, Rows)) and node.call.name in ("divide", "multiply"):
-            made = [self._scaled(node, made[0])]
+        elif isinstance(kind_within(made[0]), (Sum, Rows)):
+            made = [self._scaled(node, made[0]), *made[1:]]
         if isinstance(made[0], Mixed) and self._is_binding(node) and _name(node) in self.stated:
             made = [self._as_stated(node.outputs[0], made[0]), *made[1:]]
+        counts = [within.count for kind in made if isinstance(within := kind_within(kind), Rows)]
+        self._counted = math.gcd(self._counted, *counts)
         self.of.update(zip(node.outputs, made, strict=True))
 
-    def _picked(self, node: Node, kinds: list[Kind]) -> list[Kind]:
+    def _picked(self, node: Node, kinds: list[AnyKind]) -> list[AnyKind]:
         """Elements of what does not depend on the batch, picked by stacked indices, which don't either: an index along
         a dim along which the data are the same makes no difference."""
         if node.kernel is not None or node.call.name != "gather_nd" or int(node.call.attr("batch_dims")):
@@ -187,22 +193,26 @@ class _Kinds:
         kept = {d + whole for d in of_data.along if d >= len(places)}
         return [Fixed(frozenset(kept).union(*mattering))]
 
-    def _made(self, node: Node, kinds: list[Kind]) -> list[Kind]:
+    def _made(self, node: Node, kinds: list[AnyKind]) -> list[AnyKind]:
         """The kinds of a node's results; where these would be mixed, with totals instead of its operands, if that
         helps."""
-        made = result_kinds(node, self.rules[node], kinds)
+        made = self._devices.of(node, self.rules[node], kinds, self.quotients)
         added = [i for i, kind in enumerate(kinds) if isinstance(kind, (Sum, Mean)) and self._countable(node, i)]
         if not isinstance(made[0], Mixed) or _name(node) in self.by_itself:
             return made
+        if not isinstance(self._devices.of(node, self.rules[node], kinds, "sum")[0], Mixed):
+            return made  # what is not known is not taken for a constant in a total, either
         for chosen in (added[-1:], added):
-            tried = [Fixed(self._varying(v)) if i in chosen else kinds[i] for i, v in enumerate(node.inputs)]
-            found = result_kinds(node, self.rules[node], tried)
+            tried: list[AnyKind] = [
+                Fixed(self._varying(v)) if i in chosen else kinds[i] for i, v in enumerate(node.inputs)
+            ]
+            found = self._devices.of(node, self.rules[node], tried, self.quotients)
             if chosen and not any(isinstance(kind, Mixed) for kind in found):
                 self.uses |= {(node.inputs[i], _name(node)): None for i in chosen}
                 return found
         return self._in_shares(node, kinds) or made
 
-    def _in_shares(self, node: Node, kinds: list[Kind]) -> list[Kind]:
+    def _in_shares(self, node: Node, kinds: list[AnyKind]) -> list[AnyKind]:
         """The results of a node that adds to sums what is none: a share of that is added."""
         sums = {i for i, kind in enumerate(kinds) if isinstance(kind, Sum)}
         others = {i for i, kind in enumerate(kinds) if isinstance(kind, Mean)}
@@ -212,7 +222,7 @@ class _Kinds:
         scaled = [node.inputs[i] for i in sorted(together - sums)]
         outside = [v for v in scaled if not self._at_top(v) or not is_float(v.type.dtype)]
         if (
-            node.scopes
+            not self._is_binding(node)
             or outside
             or any(not isinstance(kinds[i], Fixed) for i in range(len(kinds)) if i not in together)
         ):
@@ -234,26 +244,25 @@ class _Kinds:
         value = node.inputs[operand]
         return value in self._makers and self._at_top(value) and self._is_binding(node) and value not in self._tainted
 
-    def _as_stated(self, value: Value, kind: Kind) -> Kind:
+    def _as_stated(self, value: Value, kind: AnyKind) -> AnyKind:
         if value.type.ndim == 0:
             return Mean()
         return Rows(0, 1, self._rows) if value.type.shape[0] == self._rows else kind
 
-    def _scaled(self, node: Node, made: Sum | Rows) -> Kind:
-        """What a sum that is divided is, or rows that are: where it is by the number of its elements, or of some that
-        have all rows, the number may be one that was read off a part, and is larger for the whole batch."""
+    def _scaled(self, node: Node, made: AnyKind) -> AnyKind:
+        """What a sum or rows are that a node divides, perhaps by a number that was read off a part. Rows that are
+        divided by one may be added up later."""
+        within = made.kind if isinstance(made, Apart) else made
         number = self._numbers.divisor(node) or 0.0
         count = round(number)
-        if not count or abs(number - count) > 1e-6 * count or count % self._rows or self.quotients == "sum":
+        if not count or abs(number - count) > 1e-6 * abs(count) or count % self._counted or self.quotients == "sum":
             return made
-        if isinstance(made, Rows) or made.elements % count:
+        if isinstance(within, Sum):
+            return with_kind(made, quotient(node, replace(within, by=within.by * abs(count)), self.quotients))
+        if not isinstance(within, (Rows, Divided)) or not self.rules[node].linear:
             return made
-        if self.quotients == "mean":
-            return Mean()
-        return Mixed(
-            f"{_name(node)} divides a sum by {count}, which may be a constant, or the number of elements in a part"
-            " (say reduction='sum' or 'mean')"
-        )
+        rows, before = (within.rows, within.count) if isinstance(within, Divided) else (within, 1)
+        return with_kind(made, Divided(rows, before * abs(count)))
 
     def _varying(self, value: Value) -> frozenset[int]:
         """The dims along which a parameter, a constant or a total may vary."""

@@ -42,9 +42,8 @@ class Region:
             refuse(
                 problems,
                 where=f"{where}, a manual computation",
-                why="its axes are those of the mesh that it is distributed over; searches, pipelines and microbatches, "
-                "which lay a module out anew, take none",
-                fix=f"use axes of {mesh}, each once; a pipeline takes it with microbatches=1",
+                why="its axes are those of the mesh that it is distributed over; searches, which choose one, take none",
+                fix=f"use axes of {mesh}, each once",
             )
         return Region(axes, around | {*axes})
 

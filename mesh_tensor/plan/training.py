@@ -126,7 +126,7 @@ def _gradients(
 ) -> Accumulated:
     """The loss and the gradients of the parameters."""
     if microbatches is not None:
-        return accumulated(mod, function, parameters, microbatches, seed, recompute)
+        return accumulated(mod, function, parameters, microbatches, seed, recompute, buffers)
     joint = forward_part(mod, function)
     results = leaves(joint.graph.result)
     loss = loss_of(results, 0, function)

@@ -79,6 +79,11 @@ LOSSES = {
         lambda: torch.randn(12).sign(),
     ),
     "several labels": (F.multilabel_margin_loss, lambda: torch.tensor([[2, 5, -1, 3], [1, 0, 2, -1]] * 6).repeat(1, 2)),
+    "rows divided by how many there are": (lambda o, t: ((o - t).square() / len(o)).sum(), lambda: torch.randn(12, 8)),
+    "labels by the number of rows": (
+        lambda o, t: (F.cross_entropy(o, t, reduction="none") / len(t)).sum(),
+        lambda: _labels(12, (0, 5)),
+    ),
     "a mean and a sum": (lambda o, t: F.mse_loss(o, t) + 0.1 * o.abs().sum(), lambda: torch.randn(12, 8)),
 }
 
@@ -136,12 +141,94 @@ def test_modules_that_were_imported_for_a_microbatch(name, zero):
     _assert_trains(run, theirs, None, batch)
 
 
-def test_modules_whose_loss_may_divide_by_the_size_of_a_microbatch():
-    module = imported(MLP(), lambda o, t: (o - t).square().sum() / o.shape[0], (torch.randn(4, 12), torch.randn(4, 8)))
-    with pytest.raises(mt.MeshTensorError, match="divides a sum by 4, which may be a constant"):
+@pytest.mark.parametrize(
+    ("loss", "count"),
+    [
+        (lambda o, t: (o - t).square().sum() / o.shape[0], 4),
+        (lambda o, t: (o - t).square().sum(0).sum() / o.numel(), 32),
+        (lambda o, t: ((o - t).square().sum(1) / o.shape[0]).sum(), 4),
+        (lambda o, t: ((o - t).square() / o.numel()).sum(0).sum(), 32),
+        (lambda o, t: ((o - t).square().sum(0) / o.numel()).sum(), 32),
+        (lambda o, t: ((o - t).square() / 8 / o.shape[0]).sum(0).sum(), 32),
+        (lambda o, t: (torch.full((4,), 0.25) @ (o - t).square()).sum(), 4),
+    ],
+)
+def test_modules_whose_loss_may_divide_by_the_size_of_a_microbatch(loss, count):
+    module = imported(MLP(), loss, (torch.randn(4, 12), torch.randn(4, 8)))
+    with pytest.raises(mt.MeshTensorError, match=f"divides a sum by {count}, which may be a constant"):
         mt.training_step(module, None, accumulate=3)
+
+
+def test_numbers_of_microbatches():
+    module = imported(MLP(), F.mse_loss, (torch.randn(4, 12), torch.randn(4, 8)))
     with pytest.raises(mt.MeshTensorError, match=r"accumulate=0(.|\n)*from 1 on"):
         mt.training_step(module, None, accumulate=0)
+
+
+class TwoNorms(nn.Module):
+    """Two batch norms, one of which keeps what it saw last; it gives its loss."""
+
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(12, 10), nn.BatchNorm1d(10), nn.Linear(10, 8)
+        self.last, self.reduction = nn.BatchNorm1d(8, momentum=0.7), reduction
+
+    def forward(self, x, target):
+        out = self.last(self.down(torch.tanh(self.norm(self.up(x)))))
+        return F.mse_loss(out, target, reduction=self.reduction)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "auto", "zero": 1}])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_batch_norms_of_each_microbatch(reduction, options):
+    """As torch that goes through the microbatches one after the other: losses, weights, and running statistics."""
+    torch.manual_seed(0)
+    model, count = TwoNorms(reduction), 3
+    module = mt.from_torch(torch.export.export(model, (torch.randn(4, 12), torch.randn(4, 8))))
+    named = {"accumulate": count, "per_microbatch": ["norm", "last"]}
+    step = mt.training_step(module, None, optimizer="sgd", lr=0.01, **named, **options)
+    run = mt.distribute_module(step, {"data": 2}, DATA, poison=True)
+    theirs = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
+    for _ in range(3):
+        x, target, total = torch.randn(12, 12), torch.randn(12, 8), 0.0
+        optimizer.zero_grad()
+        for part in range(count):
+            loss = theirs(x[part::count], target[part::count]) / (count if reduction == "mean" else 1)
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        torch.testing.assert_close(run(x, target), total, rtol=1e-5, atol=1e-6)
+    state = run.state_dict()
+    assert int(state["norm.num_batches_tracked"]) == 9
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+class Counting(TwoNorms):
+    """Its loss depends on what it saw before."""
+
+    def forward(self, x, target):
+        scale = self.norm.running_mean.abs().sum() + 1
+        return super().forward(x, target) * scale
+
+
+@pytest.mark.parametrize(
+    ("model", "named", "fact"),
+    [
+        (TwoNorms(), [], "accumulate= of a model that writes 'norm.running_mean'"),
+        (TwoNorms(), ["norm"], "(subtract) takes rows of the batch and"),
+        (TwoNorms(), ["norm", "lost"], "there is no value 'lost' in 'main'"),
+        (Counting(), ["norm", "last"], "is another one for each part"),
+    ],
+)
+def test_batch_norms_that_are_not_said_to_be_of_each_microbatch(model, named, fact):
+    module = mt.from_torch(torch.export.export(model, (torch.randn(4, 12), torch.randn(4, 8))))
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.training_step(module, None, accumulate=3, per_microbatch=named)
+    assert fact in str(error.value)
+    with pytest.raises(mt.MeshTensorError, match=r"per_microbatch=\['norm'\] of a torch model"):
+        mt.training_step(MLP(), F.mse_loss, (torch.randn(4, 12),) * 2, accumulate=2, per_microbatch=["norm"])
 
 
 @pytest.mark.parametrize(
@@ -240,7 +327,7 @@ class Mixed(MLP):
         (MLP(), lambda o, t: F.mse_loss(o, t).sqrt(), 2, "(sqrt) is not linear in"),
         (MLP(), lambda o, t: (o - t).square().sum() / o.shape[0] ** 2, 2, "which depend on how many rows there are"),
         (MLP(), lambda o, t: (o - t - 1e3).relu().mean() * len(o), 2, "(multiply) computes with const"),
-        (MLP(), lambda o, t: ((o - t).square() / len(o)).sum(), 2, "(divide) computes with const"),
+        (MLP(), lambda o, t: ((o - t).square() / len(o) + 1).sum(), 2, "(add) is not linear in"),
         (MLP(), lambda o, t: (o - t)[:, : len(o) // 2].abs().sum(), 2, "(strided_slice) computes with sizes"),
         (MLP(), lambda o, t: o.sum() * torch.zeros(len(o)).softmax(0)[0], 2, "(nn.softmax) computes with sizes"),
         (MLP(), lambda o, t: (o.sum(0) * torch.tensor([len(o), *range(7)])).sum(), 2, "computes with"),

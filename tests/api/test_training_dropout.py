@@ -176,15 +176,5 @@ def test_what_is_refused():
     x = torch.randn(4, 8)
     with pytest.raises(mt.MeshTensorError, match="bernoulli.p is random"):
         mt.from_torch(torch.export.export(nn.AlphaDropout(0.1).train(), (x,)))
-    rows = ({0: torch.export.Dim("rows", min=2, max=8)},)
-    with pytest.raises(mt.MeshTensorError, match="dropout and open sizes"):
-        mt.from_torch(torch.export.export(nn.Dropout(0.1).train(), (x,), dynamic_shapes=rows))
-
-    class Nested(nn.Module):
-        def forward(self, pair):
-            return F.dropout(pair[0] * pair[1])
-
-    with pytest.raises(mt.MeshTensorError, match="dropout and nested inputs"):
-        mt.from_torch(torch.export.export(Nested(), ((x, x),)))
     with pytest.raises(mt.MeshTensorError, match="seed=-1"):
         _step(seed=-1)

@@ -65,12 +65,16 @@ ROWS = {
     "a slice of others": lambda x, y: x[:, 1:, 0],
     "constants of all rows": lambda x, y: x + picked(x, torch.arange(5.0).expand(x.shape[0], 5))[..., None],
     "joined constants of all rows": lambda x, y: x + documents(x, 1).sum(-1, keepdim=True),
+    "stacked": lambda x, y: torch.stack([x, x.tanh(), y[..., None] * x]).amax(0),
+    "stacked behind": lambda x, y: torch.stack([x, x.tanh()], 1).flatten(1, 2) @ W,
+    "one behind the other": lambda x, y: torch.cat([x, 2 * x]).tanh().reshape(2, -1, 5, 6).prod(0),
     "gathered": lambda x, y: x.log_softmax(-1).gather(-1, y[..., None]).squeeze(-1),
 }
 SUMS = {
     "all": lambda x, y: x.sum(),
     "of rows": lambda x, y: x.sum(0) * B - 2 * x.sum(0),
     "of products": lambda x, y: x.flatten(0, 1).T @ x.flatten(0, 1),
+    "of stacks": lambda x, y: torch.stack([x, x.tanh()]).sum((0, 1)) * B,
     "of pairs": lambda x, y: torch.einsum("bij,bkj->ik", x, x),
     "a count": lambda x, y: (y != 3).sum().float(),
     "after strides": lambda x, y: x.transpose(0, 1).flatten().sum(),
@@ -120,7 +124,10 @@ MIXED = [
     ),
     (lambda x, y: x + (documents(x, 0) + 1).cumsum(0).sum(-1, keepdim=True), "which has as many as one microbatch"),
     (lambda x, y: x.reshape(2, 2, 5, 6).sum(0), "regroups dims so that it is not known"),
-    (lambda x, y: torch.cat([x, x]), "needs the batch's rows together"),
+    (lambda x, y: torch.cat([x, x[:2]]), "needs the batch's rows together"),
+    (lambda x, y: torch.cat([x, torch.ones(4, 5, 6)]), "needs the batch's rows together"),
+    (lambda x, y: torch.stack([x, -x]).reshape(2, -1, 6).transpose(0, 1).softmax(0), "needs the batch's rows together"),
+    (lambda x, y: torch.cat([x, x])[::2], "needs the batch's rows together"),
     (lambda x, y: x.sum() / 4, "divides a sum by 4, which may be a constant"),
     (lambda x, y: x.sum() * (1 / 20), "divides a sum by 20, which may be a constant"),
     (lambda x, y: x.sum() / torch.ones(4).sum(), "divides a sum by 4"),
@@ -134,6 +141,15 @@ def test_what_does_not_follow_from_parts():
     for (_, why), kind in zip(MIXED, parts.kinds, strict=True):
         assert isinstance(kind, Mixed), why
         assert why in kind.why
+
+
+def test_stacks_of_one_row():
+    """(2, 5, 6) as (2, 1, 5, 6): the row may be in either dim."""
+    stacks = lambda x, y: torch.stack([x, x.tanh()]).mean(0).sum(), lambda x, y: torch.stack([x]).mean(0).sum()
+    for kind in parts_of(*stacks, rows=1).kinds:
+        assert isinstance(kind, Mixed)
+        assert "puts a dim behind the only row" in kind.why
+    assert all(isinstance(kind, Sum) for kind in parts_of(*stacks, rows=2).kinds)
 
 
 def test_row_numbers_are_none_of_positions():

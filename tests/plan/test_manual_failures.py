@@ -117,4 +117,4 @@ def test_what_is_stated():
 
 def test_gradients_and_searches():
     mod = rows(out={"x": 0})
-    refused(lambda: mt.search(mod, devices=2), "searches, pipelines and microbatches", "take none")
+    refused(lambda: mt.search(mod, devices=2), "searches, which choose one, take none")

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from tvm import ir, tirx
 
-from mesh_tensor.annotations.named_values import NamedValues
+from mesh_tensor.annotations.names import reachable
 from mesh_tensor.base.errors import refuse, shown
-from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.pipelining.flow import Flow
+from mesh_tensor.pipelining.flow import Flow, stated_bindings
 from mesh_tensor.pipelining.fragments import FUNCTION, part
 from mesh_tensor.plan.batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum
 from mesh_tensor.plan.batch_parts import BatchParts, Total, batch_parts
+from mesh_tensor.plan.manual import manual_mesh
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -24,7 +24,10 @@ from ..module import distribute_module
 
 REDUCTIONS = (None, "mean", "sum")
 _SIZES = (61, 13, 5, 2)  # open sizes are looked at as such
-_FIX = "return rows of the batch, and sums or means over them; or run it with microbatches=1"
+_FIX = (
+    "return rows of the batch, and sums or means over them (say reduction='sum' or 'mean' of what numbers divide); or "
+    "run it with microbatches=1"
+)
 
 
 class Results:
@@ -96,7 +99,7 @@ def results_of(
             where=f"pipeline of {flow.function!r} with train",
             fix="return one number of floats first: a mean over the rows",
         )
-    stated = _stated(flow, per_microbatch)
+    stated = stated_bindings(flow, per_microbatch)
     if microbatches == 1:
         return Results(flow)
     sized = sized_module(flow, signature)
@@ -116,17 +119,6 @@ def results_of(
     )
     _check(flow, found, reduction, sized is not None)
     return Results(flow if found.mod is flow.mod else Flow(found.mod, flow.function), found)
-
-
-def _stated(flow: Flow, names: Sequence[str]) -> list[str]:
-    """The bindings whose statistics are those of each microbatch."""
-    meant, problems = NamedValues(flow.mod, flow.function).meant_by([names] if isinstance(names, str) else list(names))
-    problems += [
-        f"{name!r} is in a function that is called" for name, (function, _), _ in meant if function != flow.function
-    ]
-    if problems:
-        refuse(problems, where="per_microbatch", fix="name values of submodules, as 'blocks.0.norm', or bindings")
-    return [flow.origin(value) for _, (_, value), _ in meant]
 
 
 def sized_module(flow: Flow, signature: ModuleSignature, doubled: Sequence[str] = ()) -> ir.IRModule | None:
@@ -187,7 +179,8 @@ def _function_of(flow: Flow, total: Total) -> tuple[tuple[str, ...], Any]:
     used = {value for name in mine for value in flow.operands[name]}
     takes = tuple(name for name in flow.params if name in used)
     module = part(flow, mine, takes, [total.value])
-    return takes, distribute_module(module, Mesh({"all": 1}), {}, function=FUNCTION, check_indices=False)
+    mesh = manual_mesh(reachable(module, FUNCTION).values())
+    return takes, distribute_module(module, mesh, {}, function=FUNCTION, check_indices=False)
 
 
 def _combined(kind: Kind | None, parts: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:

@@ -16,7 +16,7 @@ from tvm import ir, relax
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import refuse
 
-from .call import OpCall, tensor_type
+from .call import OpCall
 from .call_text import dumps, info_of, loads
 from .elementwise import dims_of
 from .rule import LocalCall, OpRule, rule
@@ -37,8 +37,8 @@ class Dropout:
 
 
 def dropout_call(x: relax.Expr, seed: relax.Expr, said: Dropout) -> relax.Call:
-    """A call of the operator on a whole tensor."""
-    info = info_of(tensor_type(x.struct_info, "an operand"))
+    """A call of the operator on a whole tensor, some of whose sizes may be open."""
+    info = relax.TensorStructInfo(x.struct_info.shape, x.struct_info.dtype)
     return relax.op.call_pure_packed(DROPOUT, x, seed, relax.StringImm(dumps(asdict(said))), sinfo_args=[info])
 
 

@@ -120,7 +120,13 @@ def test_losses_that_microbatches_do_not_make(loss, options, facts):
         lambda z, y: z.square().mean() * z.shape[0],
         lambda z, y: z.square().mean() / z.shape[0],
         lambda z, y: z.square().mean() + z.shape[0],
-        lambda z, y: (z.square() / z.shape[0]).sum(),
+        lambda z, y: (z.square() / z.shape[0]).exp().sum(),
+        lambda z, y: (z.square() / z.shape[0] + 1).sum(),
+        lambda z, y: (z.square() / z.shape[0]).mean(),
+        lambda z, y: torch.where(y > 1, z.square().sum(1), z.sum(1) / z.shape[0]).sum(),
+        lambda z, y: (z.square() / z.shape[0] / z.shape[0]).sum(),
+        lambda z, y: (z.shape[0] / z.exp()).sum(),
+        lambda z, y: z / z.shape[0],
         lambda z, y: (z - z.shape[0]).square().mean(),
         lambda z, y: z.square().mean() + CLASSES.sum() / z.shape[0],
         lambda z, y: z.square().mean() * torch.arange(z.shape[0]).sum(),
@@ -130,7 +136,26 @@ def test_losses_that_microbatches_do_not_make(loss, options, facts):
 )
 def test_what_follows_from_the_number_of_rows(loss):
     """An open size is another number in a microbatch."""
-    assert "depend on how many rows there are" in refused(loss, open_size=True)
+    train = loss(torch.ones(3, 5), torch.ones(3, dtype=torch.int64)).ndim == 0
+    assert "how many rows there are" in refused(loss, open_size=True, train=train)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z, y: (F.cross_entropy(z, y, reduction="none") / z.shape[0]).sum(),
+        lambda z, y: ((z.square() / z.shape[0]).unsqueeze(1) * CLASSES).flatten(1).sum(0).sum(),
+        lambda z, y: (z.square().sum(1) / z.shape[0] @ torch.ones(5, 2)[:1].expand(z.shape[0], 2)).sum(),
+        lambda z, y: torch.full((z.shape[0],), 1.0) @ (z.square().sum(1) / z.shape[0]),
+        lambda z, y: (z.square() / z.shape[0]).sum() + (z / z.shape[0] * (y > 1)[:, None]).sum(),
+    ],
+    ids=["by row", "of what is reshaped", "a product", "a product of ones", "two"],
+)
+def test_rows_that_are_divided_by_how_many_there_are(loss):
+    """The sum of what a row gives, by the number of rows: the last microbatch has fewer of them."""
+    model = Classifier(loss)
+    module, run = pipeline(model, 3, open_size=True)
+    check(model, module, run, *batch((3, 3, 1)))
 
 
 def test_a_constant_that_may_be_a_number_of_rows():

@@ -145,6 +145,46 @@ def test_what_meshes_reduce(reduction):
     torch.testing.assert_close(run(x), reduce(by_torch, [part > 0.1 if is_bool else part for part in parts]))
 
 
+class Towers(torch.nn.Module):
+    """A tower for every mesh, whose values are reduced: of floats themselves, else where they are large."""
+
+    def __init__(self, reduction):
+        super().__init__()
+        torch.manual_seed(0)
+        self.towers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3))
+        self.head, self.reduction = torch.nn.Linear(6, 1), reduction
+
+    def forward(self, x):
+        """(n, 6) -> a number."""
+        parts = [torch.tanh(tower(x)) for tower in self.towers]
+        if self.reduction in ("or", "and"):
+            found = reduce(REDUCED[self.reduction][1], [part > 0.1 for part in parts])
+            made = torch.where(found, parts[0] + parts[1], parts[2])
+        elif self.reduction in REDUCED:
+            made = reduce(REDUCED[self.reduction][1], parts)
+        else:
+            made = getattr(torch.stack(parts), self.reduction)(0)
+        return self.head(made).square().mean()
+
+
+@row("`mpmd.reduce`")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("reduction", [*REDUCED, "sum", "mean", "prod", "amax", "amin"])
+def test_training_through_what_meshes_reduce(reduction, schedule):
+    """By operators of two, or of a stack of all."""
+    model, x = Towers(reduction), torch.randn(12, 6)
+    module = mt.from_torch(torch.export.export(model, (x[:3],)))
+    meshes = {"m0": {"d": 1}, "m1": {"d": 2}, "m2": {"d": 3}}
+    places = {"towers.0": "m0", "towers.1": "m1", "towers.2": "m2", "head": "m2"}
+    run = mt.pipeline(module, meshes, places, {"x": {"d": 0}}, microbatches=4, train=True, schedule=schedule)
+    loss = model(x)
+    loss.backward()
+    torch.testing.assert_close(run(x), loss.detach())
+    gradients = run.gradients()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(gradients[module.names[name]], weight.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
 @row("`mpmd.for`")
 def test_the_loop_over_microbatches(run):
     assert run.schedule.num_microbatches == 2

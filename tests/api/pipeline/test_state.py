@@ -135,6 +135,51 @@ def test_an_open_batch_of_which_the_last_part_is_smaller():
         check(run, module, model, example(rows))
 
 
+class OpenNorm(nn.Module):
+    """A batch norm over rows and positions, of any number of both."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.bn, self.out = nn.Conv1d(6, 4, 1), nn.BatchNorm1d(4), nn.Conv1d(4, 6, 1)
+
+    def forward(self, x, y):
+        return F.mse_loss(self.out(torch.relu(self.bn(self.conv(x)))), y)
+
+
+def open_norm(positions):
+    """With an open number of rows; of positions, too, or as many."""
+    sizes = {0: torch.export.Dim("rows", min=1, max=64)}
+    sizes |= {} if positions else {2: torch.export.Dim("positions", min=1, max=64)}
+    model, given = OpenNorm(), torch.randn(4, 6, positions or 5)
+    program = torch.export.export(model, (given, given.clone()), dynamic_shapes={"x": sizes, "y": sizes})
+    return model, mt.from_torch(program)
+
+
+@pytest.mark.parametrize(("schedule", "positions"), [("1f1b", 3), ("zb-h1", None)])
+def test_batch_norms_of_open_sizes(schedule, positions):
+    """Statistics are those of every microbatch, the last of which is smaller; each counts by its number of elements."""
+    model, module = open_norm(positions)
+    options = {"microbatches": 3, "train": True, "schedule": schedule, "per_microbatch": ["bn"]}
+    options["train"] = [name for name in module.params if name not in module.state]
+    run = mt.pipeline(module, TOPOLOGY, ["conv"], {"x": {"d": 0}}, **options)
+    for rows in (12, 11):
+        size = rows, 6, positions or 7
+        check(run, module, model, (torch.randn(size), torch.randn(size)))
+
+
+def test_a_batch_norm_of_one_element():
+    """Torch refuses it, too: it has no variance."""
+    _, module = open_norm(1)
+    run = mt.pipeline(module, TOPOLOGY, ["conv"], microbatches=3, per_microbatch=["bn"])
+    with pytest.raises(MeshTensorError, match=r"but the module is for s[0-9]+ \* 1 >= 2"):
+        run(torch.randn(7, 6, 1), torch.randn(7, 6, 1))
+    _, module = open_norm(None)
+    run = mt.distribute_module(module, {"d": 2}, {"x": {"d": 0}})
+    with pytest.raises(MeshTensorError, match=r"but the module is for s[0-9]+ \* s[0-9]+ >= 2"):
+        run(torch.randn(1, 6, 1), torch.randn(1, 6, 1))
+
+
 class Normalized(nn.Module):
     """Gives rows, and a number that it writes and returns."""
 

@@ -1,0 +1,65 @@
+"""Rows that are divided by how many rows their batch has: summed up, they are a mean. And numbers that values are
+divided by in a module of known sizes, which may be such a size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mesh_tensor.rules.operator import OpRule
+
+from .batch_kinds import REGROUPS, Kind, Mean, Mixed, Rows, Sum, is_rounded, mixed, result_kinds
+from .ir import Node
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Rows that are divided by how many rows there are, or by as many times more. `count`: the number, where it may
+    just as well be a constant; 0: it is known to be larger for more rows."""
+
+    rows: Rows
+    count: int = 0
+
+
+def quotient_kinds(
+    node: Node, rule: OpRule, kinds: Sequence[Kind | Divided], quotients: str | None
+) -> list[Kind | Divided]:
+    """The kinds of a node's results, of its operands'; `quotients` as `batch_parts` takes it. What is not linear in
+    rows that a number divides makes neither a sum nor a mean of them: if it may be a constant, it is one then."""
+    divided = {i: kind for i, kind in enumerate(kinds) if isinstance(kind, Divided)}
+    made = result_kinds(node, rule, [kind.rows if isinstance(kind, Divided) else kind for kind in kinds])
+    if not divided:
+        return [quotient(node, kind, quotients) if isinstance(kind, Sum) else kind for kind in made]
+    count = math.gcd(*(kind.count for kind in divided.values()))
+    is_linear = node.call.name in REGROUPS or frozenset(divided) in rule.linear or is_rounded(node)
+    if is_linear:
+        return [_carried(node, kind, count, quotients) for kind in made]
+    if count:
+        return [*made]
+    names = " and ".join(node.inputs[i].name for i in divided)
+    return [*mixed(node, f"is not linear in {names}, which is divided by how many rows there are")]
+
+
+def _carried(node: Node, kind: Kind, count: int, quotients: str | None) -> Kind | Divided:
+    """What a result is whose operands a number divides, of what it is without that."""
+    if isinstance(kind, Rows):
+        return Divided(kind, count)
+    if isinstance(kind, Sum):
+        return quotient(node, replace(kind, by=count), quotients) if count else Mean()
+    if isinstance(kind, Mean) and not count:
+        return mixed(node, "takes a mean of what is divided by how many rows there are")[0]
+    return kind
+
+
+def quotient(node: Node, made: Sum, quotients: str | None) -> Kind:
+    """What a sum is that is divided by a number: where its elements are a multiple of that, the number may be one that
+    was read off a part, and is larger for the whole batch."""
+    if made.by == 1 or made.elements % made.by or quotients == "sum":
+        return made
+    if quotients == "mean":
+        return Mean()
+    return Mixed(
+        f"{node.where.partition('.')[2]} divides a sum by {made.by}, which may be a constant, or the number of elements"
+        " in a part"
+    )
