@@ -26,7 +26,7 @@ from mesh_tensor.simulation.pipelines import simulate_pipeline
 from .mesh_module import MeshModule
 from .module import distribute_module
 from .pipeline import pipeline
-from .probe_models import activations, block, kernel_rate, perceptrons, product_kernel, row_kernel
+from .probe_models import activations, block, kernel_rate, perceptrons, product_kernel, row_kernel, timed_kernel
 from .probes import LINEAR, PROBES, PRODUCT, SIDES, Chain, Probe, least
 
 _LARGEST = 1 << 22  # elements: freeing that much once, the C library keeps what is freed later
@@ -34,6 +34,7 @@ _MEMORY = (256, 512, 1024, 2048)  # sides of what is read and written: 256 KiB t
 _DTYPES = {"float32": 512, "float64": 512, "bfloat16": 512, "float16": 256}  # with sides of products
 _PRODUCTS = (48, 96, 192, 384, 768)  # sides of those in models
 _MOVED = (16, 1024)  # sides of tensors whose layout changes
+_PRODUCT, _ROWS = 768, 512  # sides of kernels' matrices
 _BESIDE = 1024  # rows of what is read and written between blocks: more than caches of a core hold
 _ROUNDS, _ROUND = 3, 0.02  # how often chains are gone through, and seconds of each
 
@@ -91,13 +92,21 @@ def _measured(end: float) -> Machine:
 
 def _as_in_programs(machine: Machine) -> Machine:
     """Steps of a program are all different: beside their work, they take more than those of a chain of equal ones."""
-    run, took = _seconds(block(8, 16, 8), 0.2)
+    run, took = _seconds(block(8, 16, 8), 0.4)
     launch = machine.launch + max(0.0, took - Simulation(run.program, machine).time) / len(run.program.ops)
     longer = launch / machine.launch
     classes = {name: replace(each, start=each.start * longer) for name, each in machine.classes.items()}
-    alone = _seconds(activations(_BESIDE, 1024, 8, 1), 0.2)[1]
-    cold = (_seconds(block(8, 16, 8, _BESIDE), 0.4)[1] - alone) / took
-    return _in_turns(replace(machine, launch=launch, classes=classes, cold=max(1.0, cold), result=_result()))
+    machine = replace(machine, launch=launch, classes=classes, result=_result())
+    return _in_turns(replace(machine, cold=_cold(machine)))
+
+
+def _cold(machine: Machine) -> float:
+    """What the first of several small steps takes more after a large one: a model with large steps between its blocks
+    more than the model and the steps alone."""
+    both, large, small = block(8, 16, 8, _BESIDE), activations(_BESIDE, 1024, 8, 1), block(8, 16, 8)
+    (run, took), (_, alone), (_, beside) = (_seconds(mod, 0.5) for mod in (both, large, small))
+    warm, cold = (Simulation(run.program, replace(machine, cold=seconds)).time for seconds in (0.0, 1.0))
+    return max(0.0, took - alone - beside + machine.call) / (cold - warm)
 
 
 def _result() -> float:
@@ -118,14 +127,24 @@ def _in_turns(machine: Machine) -> Machine:
     step then takes, and what it takes to start a call, is what the same model takes on two and on four devices."""
     alone, rows = replace(machine, processors=1, turn=0.0, start=0.0), []
     for devices in (2, 4):
-        run, took = _seconds(block(16, 16, 8), 0.2, devices)
+        run, took = _seconds(block(16, 16, 8), 0.4, devices)
         made = Simulation(run.program, alone).time
         turns = Simulation(run.program, replace(alone, turn=1.0)).time - made
         starts = Simulation(run.program, replace(alone, start=1.0)).time - made
         rows.append((turns, starts, max(0.0, took - made)))
     (turns, two, first), (_, four, second) = rows
     start = max(1.0, (second - first) / max(1e-9, four - two))
-    return _in_actions(replace(machine, start=start, turn=max(0.0, (first - start * two) / max(1.0, turns))))
+    turn = max(0.0, (first - start * two) / max(1.0, turns))
+    return _in_actions(replace(machine, start=start, turn=turn, apart=_apart(replace(alone, start=start, turn=turn))))
+
+
+def _apart(machine: Machine) -> float:
+    """What handing a step to another processor takes: a kernel's rows on two devices more than on one."""
+    side, rows = 384, {"A": {"x": 0}, "C": {"x": 0}}
+    a = torch.rand(side, side)
+    alone, both = (timed_kernel(product_kernel(side), rows, a, a, devices=devices) for devices in (1, 2))
+    made = [Simulation(run.program, machine).time for run, _ in (alone, both)]
+    return max(0.0, (both[1] - alone[1]) - (made[1] - made[0]))
 
 
 def _in_actions(machine: Machine) -> Machine:
@@ -160,10 +179,10 @@ def _product_class(chains: Mapping[int, Chain], machine: Machine) -> Roofline:
 def _kernel_classes(machine: Machine) -> dict[str, Roofline]:
     """What TileLang kernels reach as this project compiles them for a CPU: products, and rows, which are bound by
     what they compute, too."""
-    side, a = 512, torch.rand(512, 512)
+    a, x = torch.rand(_PRODUCT, _PRODUCT), torch.rand(_ROWS, _ROWS)
     peak = machine.peak("float32")
-    products = kernel_rate(product_kernel(side), machine.call, a, a) / peak
-    rows = kernel_rate(row_kernel(side), machine.call, a) / peak
+    products = kernel_rate(product_kernel(_PRODUCT), machine.call, a, a) / peak
+    rows = kernel_rate(row_kernel(_ROWS), machine.call, x) / peak
     return {"kernel": Roofline(flops=products), "kernel rows": Roofline(flops=rows)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import tilelang.language as T  # type: ignore[import-untyped]
@@ -12,7 +12,7 @@ from tvm import ir, relax, tirx
 from mesh_tensor.annotations.annotate import annotate
 from mesh_tensor.program.steps import KernelStep
 
-from .compile import compile
+from .compile import MeshKernel, compile
 from .probes import least
 
 _ops = relax.op
@@ -85,9 +85,17 @@ def perceptrons(rows: int, width: int, count: int) -> tuple[ir.IRModule, dict[st
 
 def kernel_rate(func: tirx.PrimFunc, call: float, *tensors: torch.Tensor) -> float:
     """Operations per second of a kernel on one device, beside what a call takes."""
-    run = compile(annotate(func, {"x": 1}, {}), target="c")
+    run, took = timed_kernel(func, {}, *tensors)
     flops = sum(step.flops for step in run.program.steps if isinstance(step, KernelStep))
-    return flops / max(1e-9, least(partial(run, *tensors)) - call)
+    return flops / max(1e-9, took - call)
+
+
+def timed_kernel(
+    func: tirx.PrimFunc, layouts: Mapping[str, Mapping[str, int]], *tensors: torch.Tensor, devices: int = 1
+) -> tuple[MeshKernel, float]:
+    """A kernel on so many devices, and the least CPU time of a call."""
+    run = compile(annotate(func, {"x": devices}, layouts), target="c")
+    return run, least(partial(run, *tensors), 0.15)
 
 
 def product_kernel(size: int) -> tirx.PrimFunc:

@@ -118,8 +118,9 @@ class Machine:
     processors how many of them work at the same time, where they share processors (None: all)
     turn       where devices take turns on a processor: seconds from one step to the next that no call takes
     start      ... and what `launch` is there, as a multiple of that on one device alone
-    cold       what `launch`, `turn`, `call`, `result` and starts of classes are, as a multiple of that, where more was
-               touched since the operator ran last than the second nearest memory holds: its code has left that, too
+    cold       seconds that a step takes more after one that touched more than the second nearest memory holds: the code
+               that all of them share has left that, too
+    apart      where devices share processors: seconds in which a step is handed to those that take it at the same time
     result     seconds in which a run hands a result to its caller, beside copying it; 0: it is handed on as it is
     action     of a pipeline: seconds of an action beside its fragment's run, as threads wait for each other's values
     price      of a device, per hour
@@ -142,7 +143,8 @@ class Machine:
     processors: int | None = None
     turn: float = 0.0
     start: float = 1.0
-    cold: float = 1.0
+    cold: float = 0.0
+    apart: float = 0.0
     result: float = 0.0
     action: float = 0.0
     price: float | None = None
@@ -214,30 +216,30 @@ class Machine:
         computing = flops / (self.peak(dtype) * roofline.flops)
         return Work(self.launch + roofline.start, computing, nbytes / (self.memory_rate(nbytes) * roofline.memory))
 
-    def rounds(self, devices: int) -> int:
-        """How often the processors go round that so many devices share."""
-        return 1 if self.processors is None else math.ceil(devices / self.processors)
+    def rounds(self, devices: int, apart: bool = True) -> int:
+        """How often the processors go round that so many devices share; one of them does, unless they work `apart`."""
+        return 1 if self.processors is None else math.ceil(devices / (self.processors if apart else 1))
 
-    def in_turn(self, work: Work, rounds: int, devices: int, colder: float = 1.0) -> float:
-        """Seconds of a call that processors make for so many of a mesh's devices one after the other. `colder`: as
-        `colder` gives it; only the first one finds what starts it cold."""
-        again = (colder - 1) * work.start
+    def in_turn(self, work: Work, rounds: int, devices: int, apart: bool) -> float:
+        """Seconds of a call that processors make for so many of a mesh's devices one after the other, or, `apart`, for
+        as many at a time as there are processors."""
         if self.processors is None or devices == 1:
-            return work.seconds * rounds + again
-        return self.turn * colder + rounds * (work.seconds + self.launch * (self.start - 1)) + again
+            return work.seconds * rounds
+        handed = self.apart if apart else 0.0
+        return self.turn + handed + rounds * (work.seconds + self.launch * (self.start - 1))
 
     def colder(self, touched: float) -> float:
-        """What `cold` comes to where a run has touched so many bytes since something ran last; in eighths."""
-        if self.cold == 1 or len(self.memory) < 2:
-            return 1.0
+        """What `cold` comes to after a step that touched so many bytes; in eighths."""
+        if not self.cold or len(self.memory) < 2:
+            return 0.0
         nearest, next_one = self.memory[0].size, self.memory[1].size
         gone = min(1.0, max(0.0, (touched - nearest) / (next_one - nearest)))
-        return 1 + (self.cold - 1) * int(8 * gone) / 8
+        return self.cold * int(8 * gone) / 8
 
     def called(self, touched: float, results: Iterable[int]) -> float:
         """Seconds of a run beside its steps, which touches so many bytes and gives results of so many bytes each."""
         copied = [nbytes / self.memory_rate(2 * nbytes) for nbytes in results] if self.result else []
-        return (self.call + self.result * len(copied)) * self.colder(touched) + 2 * sum(copied)
+        return self.call + self.result * len(copied) + self.colder(touched) + 2 * sum(copied)
 
     @property
     def flops_per_byte(self) -> float:

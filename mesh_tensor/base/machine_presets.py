@@ -201,9 +201,7 @@ def table(machine: Machine) -> str:
     if machine.processors is not None:
         again = f"{_time(machine.turn)} and {machine.start:.3g} launches"
         lines.append(f"  share    {machine.processors} processors; where devices take turns, a step starts in {again}")
-    if machine.cold > 1:
-        lines.append(f"  cold     {machine.cold:.3g} times what starts in a run that touches more than caches hold")
-    for name in ("call", "result", "action"):
+    for name in ("cold", "apart", "call", "result", "action"):
         if getattr(machine, name):
             lines.append(f"  {name:8s} {_time(getattr(machine, name))}")
     for link in machine.links:

@@ -222,12 +222,12 @@ TWO = replace(FAST, memory=(Memory(1000, 1e11), Memory(10_000, 1e10), Memory(10*
 
 
 def test_nothing_hides_what_is_read_from_far_memory():
-    """An activation's operand is read from far away before it computes, for however long."""
+    """An activation's operand, and where its result goes, come from far away before it computes, for however long."""
     run = _of(lambda builder, x: relax.op.nn.relu(builder.emit(relax.op.tanh(x))), (16, 16))  # a run touches 3 KB
     machine = replace(TWO, memory=(Memory(2500, 1e11), Memory(10**12, 1e9)))
     for share in (1e-3, 1e-6):
         first = mt.simulate(run, replace(machine, classes={"tanh": Roofline(flops=share)})).steps[0]
-        assert first.end == pytest.approx(256 / (1e12 * share) + 1024 / 1e9 - 1024 / 1e11)
+        assert first.end == pytest.approx(256 / (1e12 * share) + 2048 / 1e9 - 2048 / 1e11)
 
 
 def test_lookups_read_the_rows_that_they_give():
@@ -251,20 +251,48 @@ def test_gradients_of_operators_are_priced_by_their_operator():
     assert [step.end - step.start for step in steps] == pytest.approx([1.0, 2.0], rel=1e-3)
 
 
-def test_what_starts_is_colder_the_more_was_touched_since():
-    """Twice as long beyond the second memory, as long as ever within the first; halfway, half of that more."""
+def test_what_starts_is_colder_the_more_the_last_step_touched():
+    """In full beyond the second memory, not at all within the first; halfway, half of that."""
 
     def took(rows):
         run = _of(lambda builder, x: relax.op.nn.relu(builder.emit(relax.op.nn.relu(x))), (rows, 1))
-        first, second = mt.simulate(run, replace(TWO, launch=1.0, cold=2.0)).steps
+        first, second = mt.simulate(run, replace(TWO, launch=1.0, cold=1.0)).steps
         return [round(step.end - step.start, 2) for step in (first, second)]
 
     assert took(8) == [1.0, 1.0]
-    assert took(10_000) == [2.0, 2.0]
-    assert took(688) == [
-        1.75,
-        1.5,
-    ]  # three values of 2752 bytes since the last run, two since the last step; in eighths
+    assert took(10_000) == [1.0, 2.0]
+    assert took(688) == [1.0, 1.5]  # two values of 2752 bytes; in eighths
+
+
+@pytest.mark.parametrize(("transposed", "copied"), [(0, False), (1, True), (2, False)])
+def test_reshapes_of_what_was_transposed_copy_it(transposed, copied):
+    def emit(builder, x):
+        for _ in range(transposed):
+            x = builder.emit(relax.op.permute_dims(x))
+        return relax.op.nn.relu(builder.emit(relax.op.reshape(x, (512 * 512,))))
+
+    once = 2 * 4 * 512 * 512 / 1e11
+    assert mt.simulate(_of(emit, (512, 512)), FAST).computing == pytest.approx((1 + copied) * once)
+
+
+def test_devices_that_share_processors_take_small_steps_in_turn_and_large_ones_at_the_same_time():
+    def took(size, **shared):
+        builder = relax.BlockBuilder()
+        x, small = (relax.Var(name, relax.TensorStructInfo((n, n), "float32")) for name, n in (("x", size), ("s", 2)))
+        with builder.function("main", [x, small]):
+            results = [builder.emit(relax.op.nn.gelu(each)) for each in (small, x)]
+            builder.emit_func_output(relax.Tuple(results))
+        run = mt.distribute_module(builder.get(), {"x": 2}, {"x": {"x": 0}})
+        return mt.simulate(run, replace(FAST, **shared)).computing
+
+    one, two = took(2048, processors=1), took(2048, processors=2)
+    assert one == pytest.approx(2 * two)
+    assert took(2048, processors=2, apart=1.0) == pytest.approx(two + 1.0)
+    assert took(2048, processors=2, apart=1.0, cold=1.0) == pytest.approx(
+        two + 2.0
+    )  # the first step has the other idle
+    small = took(8, processors=1)
+    assert took(8, processors=2) == took(8, processors=2, apart=1.0) == small > 0
 
 
 def test_results_are_handed_on_at_a_price():

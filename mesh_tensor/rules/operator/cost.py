@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mesh_tensor.base.dtypes import TensorType, dtype_bits
 from mesh_tensor.base.machine import Machine, Work
+from mesh_tensor.base.machine_presets import CPU
 
 from .call import OpCall, operator_name
 from .linear_algebra import LINEAR, MATMUL_ADD
@@ -137,6 +138,11 @@ def operator_work(call: OpCall, machine: Machine, copied: bool = False, again: b
     if kind == "view" and not copied:
         return Work(machine.roofline("view").start * max(1, len(call.outputs)), 0.0, 0.0)
     return _on_operands(call, machine, 1, name, "move" if kind == "view" else kind)
+
+
+def pays_apart(call: OpCall) -> bool:
+    """Whether devices that share a CPU make the call at the same time: it makes up for handing it to threads."""
+    return operator_work(call, CPU).seconds >= CPU.tuning.seconds_per_thread
 
 
 def _gradient_work(call: OpCall, machine: Machine, again: bool) -> Work:

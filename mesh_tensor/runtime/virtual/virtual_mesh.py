@@ -12,12 +12,11 @@ from operator import add
 
 import torch
 
-from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
 from mesh_tensor.program.verify import verify_collective
-from mesh_tensor.rules.operator.cost import operator_work
+from mesh_tensor.rules.operator.cost import pays_apart
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, device_threads
 from mesh_tensor.runtime.loops import LoopAction, LoopTiles
@@ -121,7 +120,7 @@ class VirtualMesh:
             tuple([self.layouts[name] for name in step.results]) if poison else None,
             totals_of(step, results, self._totals),
             alike=not differs and not poison and last,
-            apart=operator_work(step.call, CPU).seconds >= CPU.tuning.seconds_per_thread,
+            apart=pays_apart(step.call),
         )
 
     def collective(self, step: CollectiveStep) -> Action | None:
