@@ -8,10 +8,10 @@ import torch
 
 from kernels import elementwise
 from kernels.embedding import embedding, embedding_reference
-from kernels.rope import rope, rope_reference
+from kernels.rope import packed_rope, packed_rope_reference, rope, rope_reference, rope_tables
 from kernels.transpose import tile_transpose, transpose, transpose_reference
 
-from .case import EXACT, FLOAT32, KernelCase, integers, normal, tensors, uniform
+from .case import EXACT, FLOAT32, KernelCase, Sizes, integers, normal, tensors, uniform
 from .sizes import MN
 
 _BLOCKS = {"block_M": 8, "block_N": 16}
@@ -28,6 +28,19 @@ def _cast(dtype: torch.dtype, out: torch.dtype) -> KernelCase:
         ("B",),
         EXACT,
     )
+
+
+def _packed_tokens(generator: torch.Generator, s: Sizes) -> list[torch.Tensor]:
+    """Rows of sequences that go up to `longest`, the tokens in any order."""
+    lengths = torch.ones(s["sequences"], dtype=torch.int32)
+    for _ in range(s["tokens"] - s["sequences"]):
+        open_ones = (lengths < s["longest"]).nonzero()[:, 0]
+        lengths[open_ones[torch.randint(0, len(open_ones), (1,), generator=generator)]] += 1
+    starts = (lengths.cumsum(0) - lengths).int()
+    places = [(b, i) for b, length in enumerate(lengths.tolist()) for i in range(length)]
+    place_of = torch.tensor(places, dtype=torch.int32)[torch.randperm(s["tokens"], generator=generator)]
+    x = torch.randn(s["tokens"], s["heads"], s["dim"], generator=generator)
+    return [x, starts, place_of, *rope_tables(s["longest"], s["dim"])]
 
 
 def _rope(name: str, interleaved: bool) -> KernelCase:
@@ -128,6 +141,18 @@ MOVEMENT_CASES = (
     ),
     _rope("rope", interleaved=False),
     _rope("rope_interleaved", interleaved=True),
+    KernelCase(
+        "packed_rope",
+        packed_rope,
+        packed_rope_reference,
+        (
+            {"tokens": 8, "sequences": 2, "longest": 6, "heads": 2, "dim": 4},
+            {"tokens": 7, "sequences": 2, "longest": 5, "heads": 1, "dim": 6},
+            {"tokens": 1, "sequences": 1, "longest": 1, "heads": 1, "dim": 2},
+        ),
+        _packed_tokens,
+        ("out",),
+    ),
 )
 
 ELEMENTWISE_CASES = (*ARITHMETIC_CASES, *MOVEMENT_CASES)
