@@ -20,6 +20,7 @@ from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.granularity import Refined, refined
 from mesh_tensor.rules.kernel.normalize import ANALYSES
+from mesh_tensor.rules.kernel.packed_rows import row_by_row
 from mesh_tensor.rules.kernel.reader import read_kernel
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims
@@ -139,6 +140,9 @@ def _ways(func: tirx.PrimFunc, whole: tuple[Dim, ...], computed: tuple[Dim, ...]
         if ordered is not None:
             yield Refined(ordered, {})
             yield from refined(ordered, whole)
+        rows = row_by_row(func, computed)
+        if rows is not None:
+            yield Refined(rows, {})
         apart = distributed(read_kernel(func))
         if apart is not None:
             yield Refined(apart, {})

@@ -1,9 +1,12 @@
-"""Rows at places that data names: read, and written, on the device that has them."""
+"""Rows at places that data names, one or a block of them: read, and written, on the device that has them."""
+
+from itertools import pairwise
 
 import pytest
 import tilelang.language as T
 import torch
 
+from kernels.packed import packed_attention, packed_attention_reference
 from kernels.rope import packed_rope
 from tests.other_machines import machine
 
@@ -132,3 +135,134 @@ def test_a_longer_table_has_rows_where_the_other_has_none():
         assert steps == ["kernel(A, S, table, Out)", "all_reduce(Out, sum, x)"]
         torch.testing.assert_close(run(kernel, {"x": 2}, {"A": {"x": 0}}, a, s, table), result, rtol=1e-5, atol=1e-5)
         check(kernel, [a, s, table], result)
+
+
+STARTS = torch.tensor([0, 5, 6, 13]).int()
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_blocks_of_packed_rows(devices):
+    """Sequences of 5, 1 and 7 rows, in blocks of 4 that start anywhere; tiles of 7 and 6, or 5, 5 and 3 rows."""
+    func, layouts = packed_attention(13, 3, 7, 5, block=4), {"Q": {"x": 0}, "Out": {"x": 0}}
+    q, k, v = torch.randn(3, 13, 5)
+    assert outline(lowered(func, {"x": devices}, layouts, strict=True)) == ["kernel(Q, K, V, starts, Out)"]
+    check(func, [q, k, v, STARTS], packed_attention_reference(q, k, v, STARTS))
+
+
+def blocks(body):
+    """What `body` makes of blocks of 4 rows, of sequences that start where a table says."""
+
+    @T.prim_func
+    def kernel(
+        A: T.Tensor((13, DIM), "float32"),
+        starts: T.Tensor((4,), "int32"),
+        Out: T.Tensor((13, DIM), "float32"),
+        Sum: T.Tensor((DIM,), "float32"),
+    ):
+        with T.Kernel(2, 3, threads=32) as (bx, by):
+            own, made = T.alloc_shared((4, DIM), "float32"), T.alloc_fragment((4, DIM), "float32")
+            kept, one = T.alloc_fragment((4,), "float32"), T.alloc_fragment((DIM,), "float32")
+            first = starts[by] + bx * 4
+            for i, j in T.Parallel(4, DIM):
+                own[i, j] = A[first + i, j]
+            body(A, Sum, own, made, kept, one, first, by)
+            for i, j in T.Parallel(4, DIM):
+                if first + i < starts[by + 1]:
+                    Out[first + i, j] = made[i, j]
+
+    return kernel
+
+
+@T.macro
+def twice(A, Sum, own, made, kept, one, first, by):
+    for i, j in T.Parallel(4, DIM):
+        made[i, j] = own[i, j] * 2
+
+
+@T.macro
+def by_their_sums(A, Sum, own, made, kept, one, first, by):
+    T.reduce_sum(own, kept, dim=1)
+    for i, j in T.Parallel(4, DIM):
+        made[i, j] = T.if_then_else(kept[i] > 0, own[i, j], -kept[i])
+
+
+@T.macro
+def the_next_one(A, Sum, own, made, kept, one, first, by):
+    for i, j in T.Parallel(4, DIM):
+        made[i, j] = own[(i + 1) % 4, j]
+
+
+@T.macro
+def all_of_a_block(A, Sum, own, made, kept, one, first, by):
+    T.reduce_sum(own, one, dim=0)
+    for i, j in T.Parallel(4, DIM):
+        made[i, j] = one[j]
+
+
+@T.macro
+def another_row(A, Sum, own, made, kept, one, first, by):
+    for i, j in T.Parallel(4, DIM):
+        made[i, j] = own[i, j] + A[by + i, j]
+
+
+@T.macro
+def summed_up(A, Sum, own, made, kept, one, first, by):
+    for i, j in T.Parallel(4, DIM):
+        made[i, j] = own[i, j]
+        T.atomic_add(Sum[j], own[i, j])
+
+
+@T.macro
+def columns_for_rows(A, Sum, own, made, kept, one, first, by):
+    for i, j in T.Parallel(4, 4):
+        made[i, j] = own[j, i]
+    for i in T.Parallel(4):
+        made[i, 4] = 0.0
+
+
+@T.macro
+def as_often_as_it_says(A, Sum, own, made, kept, one, first, by):
+    T.clear(made)
+    for i in T.Parallel(4):
+        for k in T.serial(T.cast(own[i, 0] * own[i, 0], "int32")):
+            for j in T.serial(DIM):
+                made[i, j] += k
+
+
+def _flipped(own):
+    return torch.cat([own[:, :4].T, torch.zeros(4, 1)], 1)
+
+
+def _sum_below(own):
+    count = (own[:, :1] ** 2).int()
+    return (count * (count - 1) // 2).float().expand(-1, DIM)
+
+
+#: What a block of 4 rows becomes, of A that 0 rows follow, and whether devices need no rows of others for that.
+BODIES = [
+    (twice, lambda own, a, by: own * 2, True),
+    (by_their_sums, lambda own, a, by: own.where(own.sum(1, keepdim=True) > 0, -own.sum(1, keepdim=True)), True),
+    (the_next_one, lambda own, a, by: own.roll(-1, 0), False),
+    (all_of_a_block, lambda own, a, by: own.sum(0, keepdim=True).expand(4, -1), False),
+    (another_row, lambda own, a, by: own + a[by : by + 4], False),
+    (summed_up, lambda own, a, by: own, False),
+    (columns_for_rows, lambda own, a, by: _flipped(own), False),
+    (as_often_as_it_says, lambda own, a, by: _sum_below(own), False),
+]
+
+
+@pytest.mark.parametrize(("body", "made", "stays"), BODIES, ids=[str(n) for n in range(len(BODIES))])
+def test_rows_stay_where_nothing_else_is_made_of_them(body, made, stays):
+    a, out, total = torch.randn(13, DIM), torch.zeros(13, DIM), torch.zeros(DIM)
+    padded = torch.cat([a, torch.zeros(8, DIM)])
+    for by, (low, high) in enumerate(pairwise(STARTS.tolist())):
+        for first in (low, low + 4):
+            own, end = padded[first : first + 4], max(first, min(first + 4, high))
+            out[first:end] = made(own, padded, by)[: end - first]
+            total += own.sum(0)
+    rows = {"A": {"x": 0}, "Out": {"x": 0}}
+    with machine(1):
+        steps = outline(lowered(blocks(body), {"x": 2}, rows))
+        assert (steps == ["kernel(A, starts, Out, Sum)"]) == stays, steps
+        results = (out, total) if body is summed_up else out
+        check(blocks(body), [a, STARTS], results, [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}])
