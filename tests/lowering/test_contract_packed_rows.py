@@ -266,3 +266,21 @@ def test_rows_stay_where_nothing_else_is_made_of_them(body, made, stays):
         assert (steps == ["kernel(A, starts, Out, Sum)"]) == stays, steps
         results = (out, total) if body is summed_up else out
         check(blocks(body), [a, STARTS], results, [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}])
+
+
+@pytest.mark.parametrize("rows", [13, 17])
+def test_tensors_of_other_lengths_lie_otherwise(rows):
+    """Row 6 of 13 is on the first of 2 devices, of 17 as well, but row 7 is not."""
+
+    @T.prim_func
+    def kernel(
+        A: T.Tensor((rows, DIM), "float32"), starts: T.Tensor((4,), "int32"), Out: T.Tensor((13, DIM), "float32")
+    ):
+        with T.Kernel(2, 3, threads=32) as (bx, by):
+            for i, j in T.Parallel(4, DIM):
+                if bx * 4 + i < starts[by + 1] - starts[by]:
+                    Out[starts[by] + bx * 4 + i, j] = A[starts[by] + bx * 4 + i, j] * 2
+
+    a, layouts = torch.randn(rows, DIM), {"A": {"x": 0}, "Out": {"x": 0}}
+    assert (len(outline(lowered(kernel, {"x": 2}, layouts))) == 1) == (rows == 13)
+    check(kernel, [a, STARTS], a[:13] * 2, [{"x": 2}, {"x": 3}])

@@ -27,23 +27,28 @@ from .statements import Access, Kernel, Statement, without_binds
 def packed_rows(kernel: Kernel, coordinates: Coordinates) -> list[Factor]:
     """The dims at such places, those that belong together as one factor without a name."""
     analyzer = loop_ranges(kernel.func.body)
-    groups: list[tuple[tirx.PrimExpr, dict[str, int]]] = []
+    groups: list[tuple[tirx.PrimExpr, tirx.PrimExpr, dict[str, int]]] = []
     for param, dim in coordinates.detached:
-        start = _start(kernel, (param, dim), analyzer)
+        start, size = _start(kernel, (param, dim), analyzer), kernel.params[param].shape[dim]
         if start is None:
             continue
-        together = [dims for other, dims in groups if analyzer.can_prove_equal(start, other)]
-        if together and param in together[0]:
+        alike = (dims for at, of, dims in groups if _is_same(at, start, analyzer) and _is_same(of, size, analyzer))
+        together = next(alike, None)
+        if together is None:
+            groups.append((start, size, {param: dim}))
+        elif param in together:
             return []
-        if together:
-            together[0][param] = dim
         else:
-            groups.append((start, {param: dim}))
+            together[param] = dim
     return [
-        Factor("", kernel.params[next(iter(dims))].shape[next(iter(dims.values()))], tuple(dims.items()), {})
-        for _, dims in groups
+        Factor("", size, tuple(dims.items()), {})
+        for _, size, dims in groups
         if len(dims) > 1 and _Rows(kernel, dims, analyzer).stay()
     ]
+
+
+def _is_same(a: tirx.PrimExpr, b: tirx.PrimExpr, analyzer: arith.Analyzer) -> bool:
+    return bool(analyzer.can_prove_equal(a, b))
 
 
 def _start(kernel: Kernel, place: Dim, analyzer: arith.Analyzer) -> tirx.PrimExpr | None:
@@ -51,7 +56,7 @@ def _start(kernel: Kernel, place: Dim, analyzer: arith.Analyzer) -> tirx.PrimExp
     found: list[tirx.PrimExpr] = []
     for statement, access in known_uses(kernel, kernel.params[place[0]]):
         row = _row(kernel, statement, access, place[1], analyzer)
-        if row is None or (found and not analyzer.can_prove_equal(found[0], row[0])):
+        if row is None or (found and not _is_same(found[0], row[0], analyzer)):
             return None
         found.append(row[0])
     return found[0] if found else None
