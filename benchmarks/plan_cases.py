@@ -26,12 +26,13 @@ from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
 from kernels.neighbourhoods import escape_times, filter_2d, periodic_neighbours, sliding_attention, upsample
+from kernels.packed import packed_attention
 from kernels.paged import paged_attention, paged_latent_attention, staged_histogram
 from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul, promoted_matmul
 from kernels.recurrences import advantages
 from kernels.reduce import reduce_columns, reduce_rows
 from kernels.rms_norm import rms_norm, two_pass_rms_norm
-from kernels.rope import rope
+from kernels.rope import packed_rope, rope
 from kernels.schedules import (
     backwards_rows,
     causal_product,
@@ -388,6 +389,11 @@ def _neighbourhoods() -> Iterator[PlanCase]:
         batch="Q0 pages_of0 lengths0 Out0",
         pages=("KV0", _STATES, 8 * 32 * (64 + 2)),
     )
+    packed = {"tokens": 8192, "sequences": 16, "longest": 1024, "heads": 16, "dim": 64}
+    yield _case("neighbours", packed_rope, packed, rows="x0 out0", heads="x1 out1")
+    rows = {"rows": 8192, "sequences": 16, "longest": 1024, "dim": 64}
+    whole = "each device makes its rows; keys and values are replicated"
+    yield _case("neighbours", packed_attention, rows, rows=("Q0 Out0", whole), values="V1 Out1")
     counted = {"N": 1 << 20, "bins": 4096}
     yield _case("neighbours", staged_histogram, counted, bins="counts0", elements=("ids0", _PARTIAL, 4096))
     words = {"tokens": 2048, "vocabulary": 65536, "features": 512}

@@ -70,6 +70,43 @@ def rope_backward(seq, heads, dim, interleaved=False, block_S=32, dtype="float32
     return rope_backward_kernel
 
 
+def packed_rope(tokens, sequences, longest, heads, dim):
+    """`rope` of sequences of different lengths, one after the other in the rows of x: a program for each token,
+    of which `place_of` has the sequence and the position in it; sequence b starts in row `starts[b]`."""
+    half = dim // 2
+
+    @T.prim_func
+    def packed_rope_kernel(
+        x: T.Tensor((tokens, heads, dim), "float32"),
+        starts: T.Tensor((sequences,), "int32"),
+        place_of: T.Tensor((tokens, 2), "int32"),
+        cos: T.Tensor((longest, half), "float32"),
+        sin: T.Tensor((longest, half), "float32"),
+        out: T.Tensor((tokens, heads, dim), "float32"),
+    ):
+        with T.Kernel(tokens, threads=128) as bt:
+            rows = T.alloc_shared((heads, dim), "float32")
+            rotated = T.alloc_shared((heads, dim), "float32")
+            position = place_of[bt, 1]
+            row = starts[place_of[bt, 0]] + position
+            T.copy(x[row, 0, 0], rows)
+            for h, d in T.Parallel(heads, dim):
+                other = T.if_then_else(d < half, -rows[h, (d + half) % dim], rows[h, (d + half) % dim])
+                rotated[h, d] = rows[h, d] * cos[position, d % half] + other * sin[position, d % half]
+            T.copy(rotated, out[row, 0, 0])
+
+    return packed_rope_kernel
+
+
+def packed_rope_reference(x, starts, place_of, cos, sin):
+    """`rope_reference` of rows in the order of tokens, put where they belong."""
+    sequences, positions = place_of.long().T
+    rows = starts.long()[sequences] + positions
+    out = torch.zeros_like(x)
+    out[rows] = rope_reference(x[rows], cos[positions], sin[positions])
+    return out
+
+
 def rope_tables(seq, dim, base=10000.0):
     """`cos` and `sin` of `position * base^(-2d / dim)`, each (seq, dim / 2), float32."""
     frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)

@@ -8,10 +8,11 @@ import torch
 
 from kernels import elementwise
 from kernels.embedding import embedding, embedding_reference
-from kernels.rope import rope, rope_reference
+from kernels.packed import packed_attention, packed_attention_reference
+from kernels.rope import packed_rope, packed_rope_reference, rope, rope_reference, rope_tables
 from kernels.transpose import tile_transpose, transpose, transpose_reference
 
-from .case import EXACT, FLOAT32, KernelCase, integers, normal, tensors, uniform
+from .case import EXACT, FLOAT32, KernelCase, Sizes, integers, normal, tensors, uniform
 from .sizes import MN
 
 _BLOCKS = {"block_M": 8, "block_N": 16}
@@ -28,6 +29,29 @@ def _cast(dtype: torch.dtype, out: torch.dtype) -> KernelCase:
         ("B",),
         EXACT,
     )
+
+
+def _starts(generator: torch.Generator, rows: int, sequences: int, longest: int) -> torch.Tensor:
+    """Where sequences of some lengths, at most `longest`, start in so many rows, and where the last one ends."""
+    lengths = torch.ones(sequences, dtype=torch.int32)
+    for _ in range(rows - sequences):
+        shorter = (lengths < longest).nonzero()[:, 0]
+        lengths[shorter[torch.randint(0, len(shorter), (1,), generator=generator)]] += 1
+    return torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
+
+
+def _packed_tokens(generator: torch.Generator, s: Sizes) -> list[torch.Tensor]:
+    """Packed sequences, the tokens in any order."""
+    starts = _starts(generator, s["tokens"], s["sequences"], s["longest"])
+    places = torch.tensor([(b, i) for b, length in enumerate(starts.diff().tolist()) for i in range(length)]).int()
+    place_of = places[torch.randperm(s["tokens"], generator=generator)]
+    x = torch.randn(s["tokens"], s["heads"], s["dim"], generator=generator)
+    return [x, starts[:-1].contiguous(), place_of, *rope_tables(s["longest"], s["dim"])]
+
+
+def _packed_rows(generator: torch.Generator, s: Sizes) -> list[torch.Tensor]:
+    x = torch.randn(3, s["rows"], s["dim"], generator=generator)
+    return [*x.unbind(), _starts(generator, s["rows"], s["sequences"], s["longest"])]
 
 
 def _rope(name: str, interleaved: bool) -> KernelCase:
@@ -128,6 +152,30 @@ MOVEMENT_CASES = (
     ),
     _rope("rope", interleaved=False),
     _rope("rope_interleaved", interleaved=True),
+    KernelCase(
+        "packed_attention",
+        partial(packed_attention, block=4),
+        packed_attention_reference,
+        (
+            {"rows": 12, "sequences": 2, "longest": 8, "dim": 4},
+            {"rows": 13, "sequences": 3, "longest": 7, "dim": 5},
+            {"rows": 1, "sequences": 1, "longest": 1, "dim": 1},
+        ),
+        _packed_rows,
+        ("Out",),
+    ),
+    KernelCase(
+        "packed_rope",
+        packed_rope,
+        packed_rope_reference,
+        (
+            {"tokens": 8, "sequences": 2, "longest": 6, "heads": 2, "dim": 4},
+            {"tokens": 7, "sequences": 2, "longest": 5, "heads": 1, "dim": 6},
+            {"tokens": 1, "sequences": 1, "longest": 1, "heads": 1, "dim": 2},
+        ),
+        _packed_tokens,
+        ("out",),
+    ),
 )
 
 ELEMENTWISE_CASES = (*ARITHMETIC_CASES, *MOVEMENT_CASES)

@@ -20,6 +20,7 @@ from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.granularity import Refined, refined
 from mesh_tensor.rules.kernel.normalize import ANALYSES
+from mesh_tensor.rules.kernel.packed_rows import row_by_row
 from mesh_tensor.rules.kernel.reader import read_kernel
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims
@@ -46,17 +47,27 @@ def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
     if kernel.reading.over_tiles:
         return made, analysis
     split = [(name, dim) for name, sharding in kernel.asked.items() for dim, axes in enumerate(sharding.dims) if axes]
-    whole = {dim for dim in split if analysis.reason_whole(*dim)}
+    by_data = _by_data(kernel, analysis, split)
+    whole = {dim for dim in split if analysis.reason_whole(*dim)} | by_data
     near = {dim for dim in whole if _is_near(kernel, analysis, dim)}
     for found in _ways(kernel.func, tuple(sorted(whole)), tuple(sorted(whole - near))) if whole else ():
         after = analyse(found.func)
         still = {dim for dim in split if _reason(found, after, dim)}
+        still |= {(param, dim) for param, dim in by_data if (param, found.outer(param, dim)) in after.lookups}
         lost = near & still - {dim for dim in still if _reads_windows(found, after, dim)}
         if still < whole and not lost and _divides(found, after, kernel.asked, kernel.mesh):
             made, analysis, whole = found, after, still
         if not whole:
             break
     return made, _in_windows(made, analysis, kernel)
+
+
+def _by_data(kernel: Annotated, analysis: Analysis, split: Sequence[Dim]) -> set[Dim]:
+    """The dims that data index of tensors that are read, and of results, if the same axes are to split them all: what
+    is looked up would be completed on all devices, although it may only be needed where the result is."""
+    found = {dim for dim in split if dim in analysis.lookups}
+    alike = len({kernel.asked[name].dims[dim] for name, dim in found}) == 1
+    return found if alike and len({analysis.written(name) for name, _ in found}) == 2 else set()
 
 
 def _is_near(kernel: Annotated, analysis: Analysis, dim: Dim) -> bool:
@@ -129,6 +140,9 @@ def _ways(func: tirx.PrimFunc, whole: tuple[Dim, ...], computed: tuple[Dim, ...]
         if ordered is not None:
             yield Refined(ordered, {})
             yield from refined(ordered, whole)
+        rows = row_by_row(func, computed)
+        if rows is not None:
+            yield Refined(rows, {})
         apart = distributed(read_kernel(func))
         if apart is not None:
             yield Refined(apart, {})

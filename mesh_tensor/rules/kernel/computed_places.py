@@ -73,6 +73,10 @@ class _Place:
         """The number of a block: `number`, if that is one."""
         return tirx.max(tirx.min(self.number, self.count - 1), 0) if self.may_be_outside else self.number
 
+    def ends_with(self, size: tirx.PrimExpr, block: int) -> bool:
+        """Whether a number that is no block's of the dim is none of one so long, in blocks so long, either."""
+        return not self.may_be_outside or (isinstance(size, tirx.IntImm) and -(-int(size) // block) == self.count)
+
 
 @dataclass(frozen=True, eq=False)
 class _Places:
@@ -196,7 +200,7 @@ def _in_blocks(
     inner = {loop.loop_var: tirx.IntImm(loop.loop_var.dtype, 0) for loop in nodes(body, tirx.For)}
     used = vars_of([place.number], {})
 
-    def replaced(low: tirx.PrimExpr) -> tirx.PrimExpr:
+    def replaced(low: tirx.PrimExpr, size: tirx.PrimExpr) -> tirx.PrimExpr:
         if isinstance(low, tirx.IntImm):
             return low
         plain = without_binds(low, kernel) if place.is_loaded else low
@@ -205,15 +209,16 @@ def _in_blocks(
         start = analyzer.simplify(tirx.stmt_functor.substitute(plain, inner))
         if vars_of([start], {}) == used:
             for block in blocks:
-                if analyzer.can_prove_equal(start, place.number * block):
+                if place.ends_with(size, block) and analyzer.can_prove_equal(start, place.number * block):
                     return var * block + analyzer.simplify(plain - start)
         return low
 
-    def placed(_: tirx.Buffer, mins: Sequence, extents: Sequence) -> tuple[list, list]:
-        return [replaced(low) for low in mins], [*extents]
+    def placed(buffer: tirx.Buffer, mins: Sequence, extents: Sequence) -> tuple[list, list]:
+        return [*map(replaced, mins, buffer.shape)], [*extents]
 
     def is_there(access: tirx.BufferLoad | tirx.BufferStore) -> bool:
-        return any(not replaced(low).same_as(low) for low in access.indices)
+        places = zip(access.indices, access.buffer.shape, strict=True)
+        return any(not replaced(low, size).same_as(low) for low, size in places)
 
     if place.may_be_outside:
         body = _outside_is_zero(body, place, is_there)
@@ -225,8 +230,9 @@ def _in_blocks(
 def _outside_is_zero(
     body: tirx.Stmt, place: _Place, is_there: Callable[[tirx.BufferLoad | tirx.BufferStore], bool]
 ) -> tirx.Stmt | None:
-    """The statement, in which what copies and stores read at a place that is no block is 0; None if others use it."""
-    inside, seen = tirx.EQ(place.number, place.nearest), list[tirx.BufferLoad]()
+    """The statement, in which what copies and stores read at a place that is no block is 0, and what they write there
+    is dropped; None if others use it."""
+    inside, seen = tirx.EQ(place.number, place.nearest), list[tirx.BufferLoad | tirx.BufferStore]()
 
     def zero(load: tirx.BufferLoad) -> tirx.PrimExpr | None:
         if not is_there(load):
@@ -234,17 +240,29 @@ def _outside_is_zero(
         seen.append(load)
         return tirx.if_then_else(inside, load, tirx.const(0, load.dtype))
 
-    def with_zeros(stmt: tirx.Evaluate | tirx.BufferStore) -> tirx.Stmt | None:
+    def dropped(stmt: tirx.Stmt) -> tirx.Stmt:
+        seen.extend(access for access in nodes(stmt, tirx.BufferLoad, tirx.BufferStore) if is_there(access))
+        return tirx.IfThenElse(inside, stmt, None)
+
+    def guarded(stmt: tirx.Evaluate | tirx.BufferStore) -> tirx.Stmt | None:
         if isinstance(stmt, tirx.BufferStore):
+            if is_there(stmt):
+                return dropped(stmt)
             value = tirx.stmt_functor.ir_transform(tirx.Evaluate(stmt.value), None, zero, ["tirx.BufferLoad"]).value
             return tirx.BufferStore(stmt.buffer, value, stmt.indices)
-        if op_name(stmt.value) != "tl.tileop.copy" or not is_there(stmt.value.args[0].args[0]):
+        if op_name(stmt.value) != "tl.tileop.copy":
             return None
-        seen.append(stmt.value.args[0].args[0])
-        load, _, *extents = stmt.value.args[1].args
-        zeros = tile_op("fill", region_call(load.buffer, load.indices, extents, 2), tirx.const(0, load.buffer.dtype))
+        source, (target, _, *extents) = stmt.value.args[0].args[0], stmt.value.args[1].args
+        if is_there(target):
+            return dropped(stmt)
+        if not is_there(source):
+            return None
+        seen.append(source)
+        zeros = tile_op(
+            "fill", region_call(target.buffer, target.indices, extents, 2), tirx.const(0, target.buffer.dtype)
+        )
         return tirx.SeqStmt([stmt, tirx.IfThenElse(tirx.Not(inside), zeros, None)])
 
-    new = tirx.stmt_functor.ir_transform(body, None, with_zeros, ["tirx.Evaluate", "tirx.BufferStore"])
+    new = tirx.stmt_functor.ir_transform(body, None, guarded, ["tirx.Evaluate", "tirx.BufferStore"])
     uses = [access for access in nodes(body, tirx.BufferLoad, tirx.BufferStore) if is_there(access)]
     return new if len(uses) == len(seen) else None

@@ -22,6 +22,7 @@ from .granularity import Refined
 from .live_ranges import LiveRanges, Taints, find_taints
 from .lookups import candidates, find_windows, lookup
 from .normalize import ANALYSES, normalize
+from .packed_rows import packed_rows
 from .padding import is_inside
 from .reader import read_kernel
 from .reductions import Reduction, judge
@@ -123,8 +124,10 @@ def analyse(func: tirx.PrimFunc, in_windows: tuple[Dim, ...] = ()) -> Analysis:
     kernel = read_kernel(func)
     ranges = LiveRanges(kernel)
     derived, taints = find_coordinates(kernel, ranges, in_windows), find_taints(kernel, ranges)
-    indexed = candidates(kernel, derived)
-    names = factor_names(kernel, [*derived.factors, *indexed])
+    packed = packed_rows(kernel, derived)
+    rows = {dim for factor in packed for dim in factor.dims}
+    indexed = [factor for factor in candidates(kernel, derived) if rows.isdisjoint(factor.dims)]
+    names = factor_names(kernel, [*derived.factors, *packed, *indexed])
     factors, reductions = {}, {}
     for old in derived.factors:
         verdict = judge(kernel, derived, old, taints)
@@ -137,7 +140,11 @@ def analyse(func: tirx.PrimFunc, in_windows: tuple[Dim, ...] = ()) -> Analysis:
             first=verdict.first,
         )
         reductions[new] = verdict.reduction
-    windows, lookups = find_windows(kernel, derived.with_factors(factors)), {}
+    windows, lookups = find_windows(kernel, derived.with_factors(factors)), dict[Dim, Factor]()
+    for old in packed:
+        new = factors[old] = replace(old, name=names[old])
+        reductions[new] = Reduction()
+        lookups |= dict.fromkeys(new.dims, new)
     for found in filter(None, (lookup(kernel, derived, old) for old in indexed)):
         new = factors[found.factor] = replace(found.factor, name=names[found.factor])
         reductions[new], lookups[found.dim] = found.reduction, new
