@@ -238,6 +238,8 @@ class MeshModule:
         """Tensors for parameters, laid out as the program takes them; they share no memory with those given."""
 
         def enter(launch: AnyLaunch, given: Mapping[str, Any]) -> dict[str, Any]:
+            if isinstance(launch, RankModuleLaunch):
+                launch.compare(given)
             entered = {name: launch.enter(name, tensor) for name, tensor in given.items()}
             return kept_apart(launch, entered, given.values())
 
@@ -418,7 +420,9 @@ class MeshModule:
             else:
                 made_for = plan, self._target, ranks, self._weights, self._options.overlap, self._carried
                 settled = self._device_mesh is not None
-                launch = RankModuleLaunch(*made_for, settled=settled, ends=self._ends, totals=self._totals)
+                launch = RankModuleLaunch(
+                    *made_for, whole=self._held, settled=settled, ends=self._ends, totals=self._totals
+                )
             self._launches.put(key, launch)
         return launch
 

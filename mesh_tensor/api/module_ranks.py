@@ -19,8 +19,9 @@ from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import not_finite
 from mesh_tensor.runtime.overwriting import Leave, may_overwrite
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
+from mesh_tensor.runtime.ranks.alike import told
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements
-from mesh_tensor.runtime.ranks.faults import Faults, agree, anywhere, digest_of, program_facts
+from mesh_tensor.runtime.ranks.faults import VALUES, Faults, agree, anywhere, digest_of, program_facts
 from mesh_tensor.runtime.ranks.rank_backend import RankBackend
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
 from mesh_tensor.runtime.ranks.ranks import Ranks
@@ -46,19 +47,21 @@ class RankModuleLaunch:
         overlap: str | int,
         carried: Records | None = None,
         *,
+        whole: Mapping[str, Any],
         settled: bool = True,
         ends: Collection[int] = (),
         totals: Collection[int] = (),
     ) -> None:
-        """`settled`: the module was made for this DeviceMesh. One that was not may go on with other process groups, so
-        weights stay whole beside what is laid out of them, unless they were given away. `ends`: the numbers of the
-        parameters that `parts` forgets after their last use; `totals`: those of results that may be added to totals."""
+        """`whole`: what is held, the same on all ranks. `settled`: the module was made for this DeviceMesh. One that
+        was not may go on with other process groups, so weights stay whole beside what is laid out of them, unless they
+        were given away. `ends`: the numbers of the parameters that `parts` forgets after their last use; `totals`:
+        those of results that may be added to totals."""
         self.plan, self.ranks, self.lane = plan, ranks, ranks.calls.lane()
         self._settled = settled
         made = plan.made
         self._faults = faults = Faults(ranks, made.program.name)
         facts = program_facts(made.program, target.name, overlap) | {"constants": constants_digest(made.constants)}
-        agree(ranks, faults, facts)
+        self.compare(whole, facts)
         self._digest = digest_of(facts)
         self.lane.run(self._digest)
         program = with_overlap_on(ranks.machine, made.program) if overlap == "auto" else made.program
@@ -75,12 +78,29 @@ class RankModuleLaunch:
         self._held = {n: constant_tensor(c, values[n]).padded_tile(ranks.rank) for n, c in made.constants.items()}
         self._held |= {self._inputs[name]: self._weight(name, weights) for name in weights}
 
+    def compare(self, whole: Mapping[str, Any], facts: Mapping[str, str] | None = None) -> None:
+        """Refuse on all ranks where what they are given whole, to be kept, is not the same on all of them."""
+        words = {f"{VALUES} {name!r}": found for name, found in told(whole).items()}
+        agree(self.ranks, self._faults, {"kernel": self.plan.made.program.name, **(facts or {}), **words})
+
+    def _begin(self, tensors: Mapping[str, Any]) -> None:
+        """What is sent from here on is of this run, on tensors that are the same on all ranks where they are whole."""
+        given = told(tensors)
+        self.lane.run(self._digest, given)
+        if given and self._alone:
+            anywhere(self.ranks, self._faults, [False])  # nothing else would tell
+
+    @cached_property
+    def _alone(self) -> bool:
+        """Whether nothing is exchanged."""
+        return not any(part.collectives for part in self.plan.made.program.parts)
+
     def __call__(self, tensors: Mapping[str, Any], alike: bool = False) -> Any:
         """What the function returns: DTensors if any argument is one, else global tensors, the same on every rank.
         `alike`: DTensors are known to lie alike on all ranks, so what lies as it has to needs no agreement."""
         entered = {self._inputs[n]: self._enter(n, tensor, alike=alike) for n, tensor in tensors.items()}
         known = {**self._held, **entered}
-        self.lane.run(self._digest)
+        self._begin(tensors)
         made = self._run(known, {})
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
         return self._tree(self._result, {**known, **made}, as_dtensors)
@@ -260,7 +280,7 @@ class RankModuleLaunch:
         """All values, and what replaces the state."""
         known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
         known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
-        self.lane.run(self._digest)
+        self._begin(tensors)
         made = {**known, **self._run(known, {}, leave=leave)}
         return made, {name: made[result] for name, result in self.plan.state.items()}
 
