@@ -19,9 +19,9 @@ from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import not_finite
 from mesh_tensor.runtime.overwriting import Leave, may_overwrite
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
-from mesh_tensor.runtime.ranks.alike import told
+from mesh_tensor.runtime.ranks.alike import told, values_of
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements
-from mesh_tensor.runtime.ranks.faults import VALUES, Faults, agree, anywhere, digest_of, program_facts
+from mesh_tensor.runtime.ranks.faults import Faults, agree, anywhere, digest_of, program_facts
 from mesh_tensor.runtime.ranks.rank_backend import RankBackend
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
 from mesh_tensor.runtime.ranks.ranks import Ranks
@@ -33,6 +33,8 @@ from mesh_tensor.targets.op_steps import Records
 from mesh_tensor.targets.totals import can_be_totals, total_of
 
 from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, constants_digest, picked, ports_of
+
+MESH_FIX = "pass a DTensor of the module's DeviceMesh, or a global tensor"
 
 
 class RankModuleLaunch:
@@ -80,8 +82,8 @@ class RankModuleLaunch:
 
     def compare(self, whole: Mapping[str, Any], facts: Mapping[str, str] | None = None) -> None:
         """Refuse on all ranks where what they are given whole, to be kept, is not the same on all of them."""
-        words = {f"{VALUES} {name!r}": found for name, found in told(whole).items()}
-        agree(self.ranks, self._faults, {"kernel": self.plan.made.program.name, **(facts or {}), **words})
+        facts = facts or {"kernel": self.plan.made.program.name}
+        agree(self.ranks, self._faults, {**facts, **values_of(whole)})
 
     def _begin(self, tensors: Mapping[str, Any]) -> None:
         """What is sent from here on is of this run, on tensors that are the same on all ranks where they are whole."""
@@ -307,6 +309,8 @@ class RankModuleLaunch:
                 f"parameter {parameter!r}: a MeshTensor, which lies on a virtual mesh, but the module runs on ranks",
                 fix="pass a DTensor, or a global tensor: tensor.full()",
             )
+        if is_dtensor(tensor) and (words := self.ranks.elsewhere(tensor)):
+            refuse(f"parameter {parameter!r}: {words}", fix=MESH_FIX)
         port = self._ports[self._inputs[parameter]]
         plain = port.plain
         if is_dtensor(tensor) and plain is not None and lies_like_torch(plain, port.shape):

@@ -21,7 +21,7 @@ from mesh_tensor.runtime.ranks.dtensor_ports import enter, leave, transfers
 from mesh_tensor.runtime.ranks.faults import Faults, agree, digest_of, program_facts
 from mesh_tensor.runtime.ranks.rank_backend import RankBackend
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
-from mesh_tensor.runtime.ranks.ranks import Ranks, named
+from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.ranks.tiling import Tiling, tilings_of
 
 from .compiled import Compiled
@@ -200,9 +200,9 @@ class RankKernel:
         problems = [
             f"parameter {name!r}: a {type(value).__name__}, but other parameters are DTensors"
             if not is_dtensor(value)
-            else f"parameter {name!r}: on {named(value.device_mesh)}, but expected {named(self.ranks.device_mesh)}"
+            else f"parameter {name!r}: {self.ranks.elsewhere(value)}"
             for name, value in tensors.items()
-            if not is_dtensor(value) or value.device_mesh != self.ranks.device_mesh
+            if not is_dtensor(value) or self.ranks.elsewhere(value)
         ]
         if problems:
             fix = "pass DTensors of one DeviceMesh (torch.distributed.tensor.distribute_tensor makes them)"

@@ -23,8 +23,7 @@ from mesh_tensor.pipelining.fragments import check_state, cut
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
-from mesh_tensor.runtime.ranks.alike import told
-from mesh_tensor.runtime.ranks.faults import VALUES
+from mesh_tensor.runtime.ranks.alike import values_of
 from mesh_tensor.runtime.ranks.transfers import RankTopology
 
 from ..fragments import Options, StageFragments, Values
@@ -325,7 +324,7 @@ class Pipeline:
             "topology": str(self.topology),
             "stages": str(self.stages),
             "trained weights": ", ".join(self.trained),
-            **{f"{VALUES} {name!r}": words for name, words in told(self._weights.whole).items()},
+            **values_of(self._weights.whole),
             "results": str(self._results),
         }
 

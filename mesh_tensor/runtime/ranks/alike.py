@@ -11,6 +11,7 @@ import torch
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 from .dtensor import is_dtensor
+from .faults import VALUES
 
 
 def told(given: Mapping[str, Any]) -> dict[str, str]:
@@ -19,6 +20,11 @@ def told(given: Mapping[str, Any]) -> dict[str, str]:
     to be waited for."""
     found = {name: _words(value) for name, value in given.items()}
     return {name: words for name, words in found.items() if words}
+
+
+def values_of(given: Mapping[str, Any]) -> dict[str, str]:
+    """The same as facts to agree on, of what ranks are to keep."""
+    return {f"{VALUES} {name!r}": words for name, words in told(given).items()}
 
 
 def _words(value: Any) -> str:

@@ -7,12 +7,13 @@ import tilelang.language as T
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import mesh_tensor as mt
 from tests.api.pipeline.models import chain
 
+from .fault_bodies import assert_usable
 from .support import refusal
 
 
@@ -76,8 +77,35 @@ def weights(rank):
     texts = [refusal(lambda: run(x))]
     run.load_state_dict(_model(0).state_dict())
     torch.testing.assert_close(run(x), _model(0)(x))
-    run.load_state_dict(_model(rank).state_dict())
-    return [*texts, refusal(lambda: run(x))]
+    texts.append(refusal(lambda: run.load_state_dict(_model(rank).state_dict())))
+    torch.testing.assert_close(run(x), _model(0)(x))
+    return texts
+
+
+def another_mesh(rank):
+    """DTensors on the same ranks in another order: of a call, of weights, and of a state."""
+    mesh, turned = (DeviceMesh("cpu", ranks, mesh_dim_names=("x",)) for ranks in ([0, 1], [1, 0]))
+    model, x = _model(0), torch.randn(6, 8)
+    imported = _imported(model, x)
+
+    def rows(whole, on):
+        return DTensor.from_local(whole.detach().chunk(2)[on.get_coordinate()[0]], on, [Shard(0)], run_check=False)
+
+    layouts = {"input": {"x": 0}, "0.weight": {"x": 0}, "2.weight": {"x": 0}}
+    state = {on: {name: rows(weight, on) for name, weight in model.named_parameters()} for on in (mesh, turned)}
+    run = mt.distribute_module(imported, mesh, layouts, weights=state[mesh])
+    torch.testing.assert_close(run(rows(x, mesh)).full_tensor(), model(x))
+    texts = [
+        refusal(lambda: run(rows(x, turned))),
+        refusal(lambda: mt.distribute_module(imported, mesh, layouts, weights=state[turned])(x)),
+        refusal(lambda: run.load_state_dict(state[turned])),
+    ]
+    assert_usable()
+    anywhere = mt.distribute_module(imported, {"x": 2}, layouts)
+    for on in (mesh, turned):
+        made = mt.redistribute(anywhere(rows(x, on)), {"x": 0}).to_local()
+        torch.testing.assert_close(made, model(x).detach().chunk(2)[on.get_coordinate()[0]])
+    return texts
 
 
 def training(rank):

@@ -30,6 +30,14 @@ def test_weights():
             assert "torch.manual_seed(...) before the model is made" in text
 
 
+def test_another_mesh():
+    for texts in run(bodies.another_mesh, 2, timeout=SHORT):
+        for text, what in zip(texts, ("parameter 'input': ", "parameter 'p_0_weight': ", "a DTensor "), strict=True):
+            assert f"{what}on DeviceMesh((x=2), 'cpu', stride=(1,)) of ranks [1, 0], but expected" in text
+            assert "of ranks [0, 1]\n" in text
+            assert "pass a DTensor of the module's DeviceMesh, or a global tensor" in text
+
+
 def test_training():
     for rank, (model, batch, state, piped) in enumerate(run(bodies.training, 2, timeout=SHORT)):
         assert "values of 'p_0_weight' differ between ranks" in model
