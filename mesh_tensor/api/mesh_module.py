@@ -24,6 +24,7 @@ from mesh_tensor.runtime.ambient import full_precision, undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleParam, ModuleSignature, bound, refuse_outside
 from mesh_tensor.runtime.overwriting import Leave
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
+from mesh_tensor.runtime.ranks.alike import values_of
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.ranks.faults import Faults, agree
 from mesh_tensor.runtime.ranks.ranks import Ranks
@@ -35,7 +36,7 @@ from mesh_tensor.targets.op_steps import Records
 from .module_launch import ModuleLaunch, ModuleState, Recorder, Recording, kept_apart, requires_gradients, state_of
 from .module_plans import ModulePlans
 from .module_ports import HeldWeights, Refined, checked_state, whole
-from .module_ranks import RankModuleLaunch
+from .module_ranks import MESH_FIX, RankModuleLaunch
 
 T = TypeVar("T")
 AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"
@@ -123,7 +124,7 @@ class MeshModule:
             return checked_state(self._signature, held, new, self._target.device_type, strict)
 
         given = state.values() if isinstance(state, Mapping) else ()
-        made = self.on_all_ranks("weights to load", lambda _: new(), given)
+        made = self.on_all_ranks("weights to load", lambda _: new(), given, values_of)
         self._state = ModuleState({name: made.pop(name) for name in self._state})
         self._weights = HeldWeights(made, donated=True)
         self._launches, self._recordings = Recent(MODULE_SIZES), Recent(MODULE_SIZES)
@@ -149,9 +150,15 @@ class MeshModule:
             return {}
         return self.on_all_ranks("state", lambda _: self._state.values(full))
 
-    def on_all_ranks(self, what: str, work: Callable[[int], T], given: Iterable[Any] = ()) -> T:
+    def on_all_ranks(
+        self,
+        what: str,
+        work: Callable[[int], T],
+        given: Iterable[Any] = (),
+        facts: Callable[[T], Mapping[str, str]] = lambda made: {},
+    ) -> T:
         """What `work` gives on this rank of the mesh (0 on a virtual mesh), if no rank refuses; all ranks have to ask
-        for the same."""
+        for the same, and to have the same `facts` of what it gives."""
         device_mesh = self._device_mesh or _device_mesh(given)
         if device_mesh is None:
             return work(0)
@@ -159,11 +166,14 @@ class MeshModule:
         faults = Faults(ranks, self._function)
         with ranks.calls.lane():
             try:
+                found = [words for tensor in given if is_dtensor(tensor) and (words := ranks.elsewhere(tensor))]
+                if found:
+                    refuse(f"a DTensor {found[0]}", where=what, fix=MESH_FIX)
                 made = work(ranks.rank)
             except MeshTensorError as error:
                 agree(ranks, faults, {}, refusal=str(error))
                 raise
-            agree(ranks, faults, {"kernel": f"{self._function}: {what}"})
+            agree(ranks, faults, {"kernel": f"{self._function}: {what}", **facts(made)})
             return made
 
     @undisturbed
@@ -238,6 +248,8 @@ class MeshModule:
         """Tensors for parameters, laid out as the program takes them; they share no memory with those given."""
 
         def enter(launch: AnyLaunch, given: Mapping[str, Any]) -> dict[str, Any]:
+            if isinstance(launch, RankModuleLaunch):
+                launch.compare(given)
             entered = {name: launch.enter(name, tensor) for name, tensor in given.items()}
             return kept_apart(launch, entered, given.values())
 
@@ -418,7 +430,9 @@ class MeshModule:
             else:
                 made_for = plan, self._target, ranks, self._weights, self._options.overlap, self._carried
                 settled = self._device_mesh is not None
-                launch = RankModuleLaunch(*made_for, settled=settled, ends=self._ends, totals=self._totals)
+                launch = RankModuleLaunch(
+                    *made_for, whole=self._held, settled=settled, ends=self._ends, totals=self._totals
+                )
             self._launches.put(key, launch)
         return launch
 

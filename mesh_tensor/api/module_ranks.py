@@ -19,6 +19,7 @@ from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import not_finite
 from mesh_tensor.runtime.overwriting import Leave, may_overwrite
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
+from mesh_tensor.runtime.ranks.alike import told, values_of
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements
 from mesh_tensor.runtime.ranks.faults import Faults, agree, anywhere, digest_of, program_facts
 from mesh_tensor.runtime.ranks.rank_backend import RankBackend
@@ -33,6 +34,8 @@ from mesh_tensor.targets.totals import can_be_totals, total_of
 
 from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, constants_digest, picked, ports_of
 
+MESH_FIX = "pass a DTensor of the module's DeviceMesh, or a global tensor"
+
 
 class RankModuleLaunch:
     """A plan, ready to run on `ranks`, as one thread calls it. Every rank has to make the same calls."""
@@ -46,19 +49,21 @@ class RankModuleLaunch:
         overlap: str | int,
         carried: Records | None = None,
         *,
+        whole: Mapping[str, Any],
         settled: bool = True,
         ends: Collection[int] = (),
         totals: Collection[int] = (),
     ) -> None:
-        """`settled`: the module was made for this DeviceMesh. One that was not may go on with other process groups, so
-        weights stay whole beside what is laid out of them, unless they were given away. `ends`: the numbers of the
-        parameters that `parts` forgets after their last use; `totals`: those of results that may be added to totals."""
+        """`whole`: what is held, the same on all ranks. `settled`: the module was made for this DeviceMesh. One that
+        was not may go on with other process groups, so weights stay whole beside what is laid out of them, unless they
+        were given away. `ends`: the numbers of the parameters that `parts` forgets after their last use; `totals`:
+        those of results that may be added to totals."""
         self.plan, self.ranks, self.lane = plan, ranks, ranks.calls.lane()
         self._settled = settled
         made = plan.made
         self._faults = faults = Faults(ranks, made.program.name)
         facts = program_facts(made.program, target.name, overlap) | {"constants": constants_digest(made.constants)}
-        agree(ranks, faults, facts)
+        self.compare(whole, facts)
         self._digest = digest_of(facts)
         self.lane.run(self._digest)
         program = with_overlap_on(ranks.machine, made.program) if overlap == "auto" else made.program
@@ -75,12 +80,29 @@ class RankModuleLaunch:
         self._held = {n: constant_tensor(c, values[n]).padded_tile(ranks.rank) for n, c in made.constants.items()}
         self._held |= {self._inputs[name]: self._weight(name, weights) for name in weights}
 
+    def compare(self, whole: Mapping[str, Any], facts: Mapping[str, str] | None = None) -> None:
+        """Refuse on all ranks where what they are given whole, to be kept, is not the same on all of them."""
+        facts = facts or {"kernel": self.plan.made.program.name}
+        agree(self.ranks, self._faults, {**facts, **values_of(whole)})
+
+    def _begin(self, tensors: Mapping[str, Any]) -> None:
+        """What is sent from here on is of this run, on tensors that are the same on all ranks where they are whole."""
+        given = told(tensors)
+        self.lane.run(self._digest, given)
+        if given and self._alone:
+            anywhere(self.ranks, self._faults, [False])  # nothing else would tell
+
+    @cached_property
+    def _alone(self) -> bool:
+        """Whether nothing is exchanged."""
+        return not any(part.collectives for part in self.plan.made.program.parts)
+
     def __call__(self, tensors: Mapping[str, Any], alike: bool = False) -> Any:
         """What the function returns: DTensors if any argument is one, else global tensors, the same on every rank.
         `alike`: DTensors are known to lie alike on all ranks, so what lies as it has to needs no agreement."""
         entered = {self._inputs[n]: self._enter(n, tensor, alike=alike) for n, tensor in tensors.items()}
         known = {**self._held, **entered}
-        self.lane.run(self._digest)
+        self._begin(tensors)
         made = self._run(known, {})
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
         return self._tree(self._result, {**known, **made}, as_dtensors)
@@ -260,7 +282,7 @@ class RankModuleLaunch:
         """All values, and what replaces the state."""
         known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
         known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
-        self.lane.run(self._digest)
+        self._begin(tensors)
         made = {**known, **self._run(known, {}, leave=leave)}
         return made, {name: made[result] for name, result in self.plan.state.items()}
 
@@ -287,6 +309,8 @@ class RankModuleLaunch:
                 f"parameter {parameter!r}: a MeshTensor, which lies on a virtual mesh, but the module runs on ranks",
                 fix="pass a DTensor, or a global tensor: tensor.full()",
             )
+        if is_dtensor(tensor) and (words := self.ranks.elsewhere(tensor)):
+            refuse(f"parameter {parameter!r}: {words}", fix=MESH_FIX)
         port = self._ports[self._inputs[parameter]]
         plain = port.plain
         if is_dtensor(tensor) and plain is not None and lies_like_torch(plain, port.shape):

@@ -15,12 +15,13 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import fix_of, is_dual, may_be_dual, overlaps
+from mesh_tensor.runtime.ranks.alike import told
 from mesh_tensor.runtime.ranks.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
 from mesh_tensor.runtime.ranks.dtensor_ports import enter, leave, transfers
 from mesh_tensor.runtime.ranks.faults import Faults, agree, digest_of, program_facts
 from mesh_tensor.runtime.ranks.rank_backend import RankBackend
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
-from mesh_tensor.runtime.ranks.ranks import Ranks, named
+from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.ranks.tiling import Tiling, tilings_of
 
 from .compiled import Compiled
@@ -69,12 +70,13 @@ class RankKernel:
             self.lane.kernel = self._name
             key = self._key(given, recorded)
             run = self._known(key) or self._checked(key, lambda: self._check_dtensors(given, recorded))
-            self._begin(run)
+            scalars = self._signature.scalars(given)
+            self._begin(run, scalars)
             launch, layouts = run.launch, run.layouts
             self._compiled.ran(launch.program, partial(transfers, launch, layouts, returned))
             tensors = {name: given[name] for name in layouts}
             locals_ = {name: enter(launch, name, tensor, layouts[name]) for name, tensor in tensors.items()}
-            results = launch(locals_, self._signature.scalars(given), self._entangled(locals_))
+            results = launch(locals_, scalars, self._entangled(locals_))
             return [leave(launch, name, tensors.get(name), layouts.get(name), results[name]) for name in returned]
 
     def local(self, given: Mapping[str, Any], returned: Sequence[str], shapes: Shapes) -> list[torch.Tensor]:
@@ -89,16 +91,17 @@ class RankKernel:
                 )
                 run = self._checked(key, lambda: self._check_locals(given, shapes), guessed)
             launch = run.launch
-            self._begin(run)
+            scalars = self._signature.scalars(given)
+            self._begin(run, scalars)
             self._compiled.ran(launch.program, list)
             locals_ = {name: given[name] for name in launch.tilings if name in given}
             entangled = len(locals_) > launch.inputs and self._entangled(locals_)
-            results = launch(locals_, self._signature.scalars(given), entangled)
+            results = launch(locals_, scalars, entangled)
             return [given.get(name, results[name]) for name in returned]
 
-    def _begin(self, run: _Run) -> None:
+    def _begin(self, run: _Run, scalars: Mapping[str, int | float]) -> None:
         if run.digest:
-            self.lane.run(run.digest)
+            self.lane.run(run.digest, told(scalars) if scalars else None)
         else:
             self.lane.alone = True
 
@@ -197,9 +200,9 @@ class RankKernel:
         problems = [
             f"parameter {name!r}: a {type(value).__name__}, but other parameters are DTensors"
             if not is_dtensor(value)
-            else f"parameter {name!r}: on {named(value.device_mesh)}, but expected {named(self.ranks.device_mesh)}"
+            else f"parameter {name!r}: {self.ranks.elsewhere(value)}"
             for name, value in tensors.items()
-            if not is_dtensor(value) or value.device_mesh != self.ranks.device_mesh
+            if not is_dtensor(value) or self.ranks.elsewhere(value)
         ]
         if problems:
             fix = "pass DTensors of one DeviceMesh (torch.distributed.tensor.distribute_tensor makes them)"

@@ -19,10 +19,10 @@ from .torch_numbers import Convert, clamp, divide_rounded, of_tvm
 
 _NUMBERS = (bool, int, float, str, type(None))
 _WHERE = ("device", "layout", "memory_format", "pin_memory")  # arguments that say where results lie, not what they are
-# Operators of one tensor's elements whose gradients, far from 0 or at bounds, are not those of what they are made of.
+# Operators of one tensor's elements that are not what they are made of: near 0, far from it, or in their gradients.
 WITH_GRADIENTS = (
-    *("binary_cross_entropy", "celu", "elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "mish", "relu6", "sinc"),
-    *("softplus", "special_entr"),
+    *("binary_cross_entropy", "celu", "elu", "expm1", "hardsigmoid", "hardswish", "hardtanh", "log1p", "logit"),
+    *("mish", "relu6", "sinc", "softplus", "special_entr"),
 )
 
 

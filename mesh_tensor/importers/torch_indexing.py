@@ -74,6 +74,16 @@ def index_select(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.take(x, where, axis=dim, mode="nan"))
 
 
+def one_hot(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Zeros, and a 1 at each class. These are looked up among all there are: others are refused, as in torch."""
+    x, count = arguments(node, importer, 1, num_classes=-1)
+    if not isinstance(count, int) or count < 1:
+        refuse("one_hot without a number of classes, which data say then", fix="pass it: one_hot(x, num_classes)")
+    table, classes = (emit(importer, relax.op.arange(count, dtype="int64")) for _ in range(2))
+    known = emit(importer, relax.op.expand_dims(emit(importer, relax.op.take(table, x, axis=0, mode="nan")), -1))
+    return emit(importer, relax.op.astype(emit(importer, relax.op.equal(known, classes)), "int64"))
+
+
 def scatter(node: torch.fx.Node, importer: Any, how: str) -> relax.Expr:
     """x with the values of another tensor, or with one number, along a dim ("update"), or with these added ("add")."""
     x, dim, where, source = arguments(node, importer, 4)
@@ -142,6 +152,7 @@ INDEXING: dict[str, Callable[[Any, Any], Any]] = {
     "index_put.default": index_put,
     "index_put_.default": index_put,
     "index_select.default": index_select,
+    "one_hot.default": one_hot,
     "scatter.src": partial(scatter, how="update"),
     "scatter.value": partial(scatter, how="update"),
     "scatter_add.default": partial(scatter, how="add"),

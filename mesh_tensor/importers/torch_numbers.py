@@ -134,10 +134,12 @@ def cumulative(op: Callable[..., Any]) -> Convert:
 
 
 def promoting(op: Convert) -> Convert:
-    """TVM's conversion; the operator in the result's dtype where an operand has another one, which TVM would keep."""
+    """TVM's conversion, if it has one; the operator in the result's dtype where an operand has another one, which TVM
+    would keep."""
 
     def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        return of_two(op)(node, importer) if promotes(node, importer) else of_tvm(node, importer)
+        own = promotes(node, importer) or getattr(node.target, "__name__", "") not in importer.conversions_of_tvm
+        return of_two(op)(node, importer) if own else of_tvm(node, importer)
 
     return converted
 

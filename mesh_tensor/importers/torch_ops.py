@@ -39,6 +39,7 @@ KEPT = (
     _aten.conv2d.default,
     _aten.max_pool2d.default,
     _aten.detach.default,
+    _aten.one_hot.default,
     _aten.roll.default,
     _aten.bilinear.default,
     _aten._safe_softmax.default,

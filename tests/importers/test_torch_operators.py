@@ -106,6 +106,7 @@ def test_keys_and_values_are_written_where_positions_say():
         lambda x: x.float().min(1),
         lambda x: x.float().cumsum(1).sort(1, descending=True),
         lambda x: F.one_hot(x.abs(), 10),
+        lambda x: (2.0 % (x + 0.5), -7 % (x + 0.5), torch.remainder(3.0, x.double() - 0.25)),
         lambda x: F.cross_entropy(x.float(), x[:, 0].abs() % 8),
     ],
 )

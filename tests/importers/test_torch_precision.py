@@ -93,3 +93,30 @@ def test_what_operators_have_inside_is_not_rounded(function, dtype, factor):
     ):
         allowed = 4 * torch.finfo(dtype).eps * float(other.abs().max())
         torch.testing.assert_close(one, other, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["expm1", "log1p", "sinh", "asinh", "atanh", "tanh", "logsigmoid", "softplus", "erfc"])
+def test_small_results_are_as_exact_as_large_ones(name, dtype):
+    """Not to a part of the largest, as imports are checked, but each to a part of itself, with the sign of zeros."""
+    function = getattr(torch, name, None) or getattr(F, name)
+    model = Function(function)
+    module = mt.from_torch(torch.export.export(model, (torch.rand(16, dtype=dtype) / 2,)))
+    x = torch.tensor([0, -0.0, 1e-10, -1e-10, 1e-7, 3e-5, -2e-4, 1e-3, 0.5, -0.5, 8, -8, 1e-30, 2, 16, 0.02]).to(dtype)
+    found = mt.distribute_module(module, {"x": 3}, {module.mod["main"].params[0].name_hint: {"x": 0}})(x)
+    expected = function(x)
+    torch.testing.assert_close(found, expected, rtol=8 * torch.finfo(dtype).eps, atol=0, equal_nan=True)
+    assert torch.equal(found.signbit(), expected.signbit())
+
+
+@pytest.mark.parametrize("classes", [lambda ids: ids, lambda ids: 2 * ids - ids])
+def test_classes_out_of_range_are_refused(classes):
+    model = Function(lambda ids: F.one_hot(classes(ids), 5))
+    module = mt.from_torch(torch.export.export(model, (torch.arange(5),)))
+    name = module.mod["main"].params[0].name_hint
+    for layout in ({}, {name: {"x": 0}}):
+        run = mt.distribute_module(module, {"x": 2}, layout)
+        torch.testing.assert_close(run(torch.tensor([4, 0, 3, 3, 1])), model(torch.tensor([4, 0, 3, 3, 1])))
+        for wrong in (5, -1):
+            with pytest.raises(mt.MeshTensorError, match=r"(elements|indices) from -?\d to \d"):
+                run(torch.tensor([4, 0, wrong, 3, 1]))

@@ -23,6 +23,7 @@ from mesh_tensor.pipelining.fragments import check_state, cut
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
+from mesh_tensor.runtime.ranks.alike import values_of
 from mesh_tensor.runtime.ranks.transfers import RankTopology
 
 from ..fragments import Options, StageFragments, Values
@@ -144,7 +145,7 @@ class Pipeline:
         if self._runs is None:
             return self._run(self._prepared(batch, named))
         self._forget()  # gradients are those of a call that all ranks made, or there are none
-        made = self._runs.call(lambda: self._facts(self._prepared(batch, named)), self._run_on_ranks)
+        made = self._runs.call(lambda: self._facts(self._prepared(batch, named)), self._run_on_ranks, _whole)
         self._ran = True
         return made
 
@@ -323,6 +324,7 @@ class Pipeline:
             "topology": str(self.topology),
             "stages": str(self.stages),
             "trained weights": ", ".join(self.trained),
+            **values_of(self._weights.whole),
             "results": str(self._results),
         }
 
@@ -343,3 +345,10 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"Pipeline({self._flow.function}, {len(self.stages)} stages, {self.schedule.name!r}, {self.topology})"
+
+
+def _whole(microbatches: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
+    """What all ranks are given of a batch, by words for it."""
+    return {
+        f"{name} of microbatch {i}": part for i, each in enumerate(microbatches) for name, part in each.inputs.items()
+    }

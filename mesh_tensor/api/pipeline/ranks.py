@@ -13,6 +13,7 @@ from mesh_tensor.base.errors import MeshTensorError, refuse, words_of
 from mesh_tensor.pipelining.fragments import Stage, gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.runtime.ambient import full_precision
+from mesh_tensor.runtime.ranks.alike import told
 from mesh_tensor.runtime.ranks.faults import Faults, agree, digest_of, heard_by_all, settle
 from mesh_tensor.runtime.ranks.lane import Lane
 from mesh_tensor.runtime.ranks.transfers import NeverCame, RankTopology, never_came
@@ -30,21 +31,33 @@ class RankRuns:
         self.ranks, self._faults = ranks, Faults(ranks.world, f"pipeline of {name}")
         self._name, self._agreed, self._generation = name, set[int](), 0
 
-    def call(self, prepare: Callable[[], tuple[Mapping[str, str], Any]], run: Callable[[Any], Any]) -> Any:
+    def call(
+        self,
+        prepare: Callable[[], tuple[Mapping[str, str], Any]],
+        run: Callable[[Any], Any],
+        whole: Callable[[Any], Mapping[str, Any]] = lambda prepared: {},
+    ) -> Any:
         """`run(what prepare gives)` as one call: what has to be alike on all ranks, which `prepare` gives, too, is
-        compared once, and a rank that refuses or raises is heard by all."""
+        compared once, and a rank that refuses or raises is heard by all. `whole`: what of it ranks were given whole: it
+        has to be the same on all of them each time."""
         calls = self.ranks.world.calls
         with calls.lane() as lane:
             try:
                 if self._generation != calls.generation:  # of a call that failed, not all may know what was agreed on
                     self._agreed, self._generation = set(), calls.generation
-                return self._call(lane, prepare, run)
+                return self._call(lane, prepare, run, whole)
             except BaseException as error:
                 if lane.opened or calls.ended:  # others of this rank's mesh may wait for it there
                     self.ranks.end(error, lane.doing)
                 raise
 
-    def _call(self, lane: Lane, prepare: Callable[[], tuple[Mapping[str, str], Any]], run: Callable[[Any], Any]) -> Any:
+    def _call(
+        self,
+        lane: Lane,
+        prepare: Callable[[], tuple[Mapping[str, str], Any]],
+        run: Callable[[Any], Any],
+        whole: Callable[[Any], Mapping[str, Any]],
+    ) -> Any:
         world = self.ranks.world
         try:
             facts, prepared = prepare()
@@ -59,7 +72,7 @@ class RankRuns:
         if digest not in self._agreed:
             agree(world, self._faults, facts)
             self._agreed.add(digest)
-        lane.run(digest)
+        lane.run(digest, told(whole(prepared)))
         lane.opened += 1  # others wait for what comes in this call
         made = run(prepared)
         lane.opened -= 1

@@ -28,8 +28,20 @@ from .ranks import Ranks
 _SILENT = "has ended, hangs, or is not in this collective"
 _TOO = "failed, too"
 _VAIN = "all ranks have to make the same calls: this one waited for what never comes"
+VALUES = "values of"  # how a fact begins that tells of what ranks are given whole, to be kept
+_SAME_STEPS = "compile the same kernel on every rank, and pass tensors of the same global shapes and dtypes"
+_SAME_VALUES = (
+    "give all ranks the same whole tensors: torch.manual_seed(...) before the model is made, or the state_dict of one "
+    "rank's"
+)
+_OTHER = "was given other values for"
+_ALIKE = (
+    "pass the same numbers and whole tensors on every rank (torch.distributed.broadcast sends one rank's), or DTensors "
+    "of what each rank has of its own"
+)
 _GRACE = 3.0  # seconds to wait for the others' words
 _PAUSE = 0.02
+_MOST = 8  # differences that a message tells of
 
 
 class Faults:
@@ -52,14 +64,17 @@ class Faults:
         """A collective of `members` failed: find out whose fault it is, end the mesh on all ranks, and raise."""
         calls = self._ranks.calls
         lane = calls.lane()
-        calls.tell(lane, {"waits": True, "doing": doing, "kernel": self._kernel, "run": lane.history[-1]})
+        calls.tell(
+            lane, {"waits": True, "doing": doing, "kernel": self._kernel, "run": lane.history[-1], "given": lane.given}
+        )
         verdict = _verdict(calls, lane, [member for member in members if member != self._ranks.rank], doing)
+        differs = any(_OTHER in words for words in verdict)
         calls.end("; ".join(verdict))
         refuse(
             verdict,
             where=f"{doing}, of kernel {self._kernel!r} on {self._ranks.mesh}; seen on rank {calls.places[calls.rank]}",
             why=_reason(error) if any(silent in words for words in verdict for silent in (_SILENT, _TOO)) else _VAIN,
-            fix=calls.way_out(),
+            fix=f"{_ALIKE}; {calls.way_out()}" if differs else calls.way_out(),
         )
 
 
@@ -73,7 +88,11 @@ def _verdict(calls: Calls, lane: Lane, others: Sequence[int], doing: str) -> lis
     in_other_calls = {m: said for m, said in heard.items() if not begin_alike(lane.history[-1], said["run"])}
     silent = [member for member in others if member not in heard]
     if in_other_calls:
-        return [_elsewhere(named[m], said) for m, said in in_other_calls.items()]
+        return [
+            word
+            for m, said in in_other_calls.items()
+            for word in _given_otherwise(named[m], lane.given, said) or [_elsewhere(named[m], said)]
+        ]
     if silent and (why := calls.why_ended()):
         return [why]
     if silent:
@@ -87,6 +106,15 @@ def _verdict(calls: Calls, lane: Lane, others: Sequence[int], doing: str) -> lis
 
 def _elsewhere(who: str, said: dict[str, Any]) -> str:
     return f"{who} waited in vain somewhere else, in {said['doing']}, of kernel {said['kernel']!r}"
+
+
+def _given_otherwise(who: str, mine: Mapping[str, str], said: dict[str, Any]) -> list[str]:
+    """What another rank was given for what this one was given otherwise."""
+    theirs = said.get("given", {})
+    found = [
+        f"{name!r} ({theirs[name]}, here {words})" for name, words in mine.items() if theirs.get(name, words) != words
+    ]
+    return [f"{who} {_OTHER} {', '.join(found)}"] if found else []
 
 
 def _listen(calls: Calls, lane: Lane, others: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -159,13 +187,13 @@ def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str =
         return
     by_rank = dict(sorted((ranks.place(rank), found) for rank, found in enumerate(everything)))
     refused = [f"rank {rank} refused the call: {_facts_in(text)}" for rank, (_, text) in by_rank.items() if text]
+    differences = _differences({rank: found for rank, (found, _) in by_rank.items()})
+    are_values = not refused and differences and all(words.startswith(VALUES) for words in differences)
     refuse(
-        refused
-        or _differences({rank: found for rank, (found, _) in by_rank.items()})
-        or "ranks call on different meshes of the same ranks",
+        refused or _shortened(differences) or "ranks call on different meshes of the same ranks",
         where=f"call of kernel {facts.get('kernel', '')!r} on {ranks.mesh}",
-        why="all ranks of a mesh have to run the same steps",
-        fix=f"compile the same kernel on every rank, and pass tensors of the same global shapes and dtypes{fix}",
+        why=f"all ranks of a mesh have to {'keep the same values' if are_values else 'run the same steps'}",
+        fix=_SAME_VALUES if are_values else f"{_SAME_STEPS}{fix}",
     )
 
 
@@ -214,6 +242,10 @@ def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
             sides = [f"{_named(ranks)}: {_short(text)}" for text, ranks in ranks_with.items()]
             found.append(f"{topic} differ between ranks: {'; '.join(sides)}")
     return found
+
+
+def _shortened(found: list[str]) -> list[str]:
+    return [*found[:_MOST], f"and {len(found) - _MOST} more"] if len(found) > _MOST else found
 
 
 def _facts_in(refusal: str) -> str:

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
@@ -41,8 +41,8 @@ class Lane:
     it."""
 
     __slots__ = (
-        "_base", "_depth", "_indices", "_kernels", "_seed", "alone", "calls", "counted", "doing", "ended", "history",
-        "kernel", "mark", "met", "name", "number", "opened", "owner", "said", "since", "waiting", "waits",
+        "_base", "_depth", "_indices", "_kernels", "_seed", "alone", "calls", "counted", "doing", "ended", "given",
+        "history", "kernel", "mark", "met", "name", "number", "opened", "owner", "said", "since", "waiting", "waits",
     )  # fmt: skip
 
     def __init__(self, calls: Calls, name: str) -> None:
@@ -53,6 +53,7 @@ class Lane:
         self.waiting = self.said = self.counted = self.alone = self.met = self.ended = False
         self.history: deque[list[int]] = deque(maxlen=_HISTORY)
         self.doing = self.kernel = ""
+        self.given: Mapping[str, str] = {}
         self._kernels: dict[str, int] = {}
         self.mark, self.since = (0, 0), 0.0
 
@@ -60,7 +61,7 @@ class Lane:
         if not self._depth:
             self.calls.check()
             self.said = self.counted = self.alone = self.met = False
-            self.doing, self.kernel = "the checks of the call", ""
+            self.doing, self.kernel, self.given = "the checks of the call", "", {}
         self._depth += 1
         return self
 
@@ -83,9 +84,12 @@ class Lane:
             self._indices, self._base = {}, _CHECKS + self.number * _ODD[0]
             self.history.append([self.number])
 
-    def run(self, digest: int) -> None:
-        """What the call sends from here on is of that digest."""
+    def run(self, digest: int, given: Mapping[str, str] | None = None) -> None:
+        """What the call sends from here on is of that digest, and of what was `given`, by name, as all ranks have to be
+        given it."""
         self.count()
+        if given:
+            self.given, digest = given, crc32(repr(given).encode(), digest)
         self.history[-1].append(digest)
         self._base = digest + self.number * _ODD[0]
         self.doing = "the run"

@@ -73,6 +73,13 @@ class Ranks:
         """The process that is device `rank` of the mesh, as torch.distributed numbers it."""
         return self._places[rank]
 
+    def elsewhere(self, tensor: Any) -> str:
+        """What is wrong with a DTensor on another DeviceMesh, perhaps of these ranks in another order; or nothing."""
+        if tensor.device_mesh == self.device_mesh:
+            return ""
+        there, here = named(tensor.device_mesh), named(self.device_mesh)  # two threads' are not equal to torch
+        return "" if there == here else f"on {there}, but expected {here}"
+
     def machine(self) -> Machine | None:
         """What the ranks are, once they have met; None where nothing was measured."""
         return machine_of(self.met) if self._device.type == "cpu" else None
