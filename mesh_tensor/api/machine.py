@@ -97,7 +97,7 @@ def _as_in_programs(machine: Machine) -> Machine:
     longer = launch / machine.launch
     classes = {name: replace(each, start=each.start * longer) for name, each in machine.classes.items()}
     machine = replace(machine, launch=launch, classes=classes, result=_result())
-    return _in_turns(replace(machine, cold=_cold(machine)))
+    return _in_turns(replace(machine, cold_start=_cold(machine)))
 
 
 def _cold(machine: Machine) -> float:
@@ -105,7 +105,7 @@ def _cold(machine: Machine) -> float:
     more than the model and the steps alone."""
     both, large, small = block(8, 16, 8, _BESIDE), activations(_BESIDE, 1024, 8, 1), block(8, 16, 8)
     (run, took), (_, alone), (_, beside) = (_seconds(mod, 0.5) for mod in (both, large, small))
-    warm, cold = (Simulation(run.program, replace(machine, cold=seconds)).time for seconds in (0.0, 1.0))
+    warm, cold = (Simulation(run.program, replace(machine, cold_start=seconds)).time for seconds in (0.0, 1.0))
     return max(0.0, took - alone - beside + machine.call) / (cold - warm)
 
 

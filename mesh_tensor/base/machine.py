@@ -118,7 +118,7 @@ class Machine:
     processors how many of them work at the same time, where they share processors (None: all)
     turn       where devices take turns on a processor: seconds from one step to the next that no call takes
     start      ... and what `launch` is there, as a multiple of that on one device alone
-    cold       seconds that a step takes more after one that touched more than the second nearest memory holds: the code
+    cold_start seconds that a step takes more after one that touched more than the second nearest memory holds: the code
                that all of them share has left that, too
     apart      where devices share processors: seconds in which a step is handed to those that take it at the same time
     result     seconds in which a run hands a result to its caller, beside copying it; 0: it is handed on as it is
@@ -143,7 +143,7 @@ class Machine:
     processors: int | None = None
     turn: float = 0.0
     start: float = 1.0
-    cold: float = 0.0
+    cold_start: float = 0.0
     apart: float = 0.0
     result: float = 0.0
     action: float = 0.0
@@ -229,12 +229,12 @@ class Machine:
         return self.turn + handed + rounds * (work.seconds + self.launch * (self.start - 1))
 
     def colder(self, touched: float) -> float:
-        """What `cold` comes to after a step that touched so many bytes; in eighths."""
-        if not self.cold or len(self.memory) < 2:
+        """What `cold_start` comes to after a step that touched so many bytes; in eighths."""
+        if not self.cold_start or len(self.memory) < 2:
             return 0.0
         nearest, next_one = self.memory[0].size, self.memory[1].size
         gone = min(1.0, max(0.0, (touched - nearest) / (next_one - nearest)))
-        return self.cold * int(8 * gone) / 8
+        return self.cold_start * int(8 * gone) / 8
 
     def called(self, touched: float, results: Iterable[int]) -> float:
         """Seconds of a run beside its steps, which touches so many bytes and gives results of so many bytes each."""

@@ -51,7 +51,7 @@ def problems_of(machine: Machine) -> Iterable[str]:
         {"launch": machine.launch, "call": machine.call, "busy": machine.busy, "price": machine.price or 0.0}
     )
     yield from _from_zero({"turn": machine.turn, "start": machine.start, "action": machine.action})
-    yield from _from_zero({"result": machine.result, "cold": machine.cold, "apart": machine.apart})
+    yield from _from_zero({"result": machine.result, "cold_start": machine.cold_start, "apart": machine.apart})
     if isinstance(machine.busy, (int, float)) and machine.busy > 1:
         yield f"busy is {machine.busy}, a share"
     counts = {"devices": machine.devices, "processors": machine.processors}

@@ -201,7 +201,7 @@ def table(machine: Machine) -> str:
     if machine.processors is not None:
         again = f"{_time(machine.turn)} and {machine.start:.3g} launches"
         lines.append(f"  share    {machine.processors} processors; where devices take turns, a step starts in {again}")
-    for name in ("cold", "apart", "call", "result", "action"):
+    for name in ("cold_start", "apart", "call", "result", "action"):
         if getattr(machine, name):
             lines.append(f"  {name:8s} {_time(getattr(machine, name))}")
     for link in machine.links:

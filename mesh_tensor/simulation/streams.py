@@ -312,7 +312,7 @@ class StepCosts:
 
     def _in_turn(self, work: Work, rounds: int, together: bool) -> float:
         """Seconds of a step. A processor that had nothing to do at the last one is cold, too."""
-        idle = self._machine.cold if together and not self._handed else 0.0
+        idle = self._machine.cold_start if together and not self._handed else 0.0
         return self._machine.in_turn(work, rounds, self._program.mesh.num_devices, together) + idle
 
     def _strided(self, step: OpStep) -> bool:

@@ -256,7 +256,7 @@ def test_what_starts_is_colder_the_more_the_last_step_touched():
 
     def took(rows):
         run = _of(lambda builder, x: relax.op.nn.relu(builder.emit(relax.op.nn.relu(x))), (rows, 1))
-        first, second = mt.simulate(run, replace(TWO, launch=1.0, cold=1.0)).steps
+        first, second = mt.simulate(run, replace(TWO, launch=1.0, cold_start=1.0)).steps
         return [round(step.end - step.start, 2) for step in (first, second)]
 
     assert took(8) == [1.0, 1.0]
@@ -288,7 +288,7 @@ def test_devices_that_share_processors_take_small_steps_in_turn_and_large_ones_a
     one, two = took(2048, processors=1), took(2048, processors=2)
     assert one == pytest.approx(2 * two)
     assert took(2048, processors=2, apart=1.0) == pytest.approx(two + 1.0)
-    assert took(2048, processors=2, apart=1.0, cold=1.0) == pytest.approx(
+    assert took(2048, processors=2, apart=1.0, cold_start=1.0) == pytest.approx(
         two + 2.0
     )  # the first step has the other idle
     small = took(8, processors=1)
