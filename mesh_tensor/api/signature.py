@@ -16,7 +16,7 @@ from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.program import Program
-from mesh_tensor.runtime.ambient import may_be_dual, why_not_plain
+from mesh_tensor.runtime.ambient import is_freed, may_be_dual, why_not_plain
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 from mesh_tensor.tir.nodes import function_name
@@ -133,6 +133,8 @@ def _check(
     if isinstance(value, MeshTensor):
         fix = "distribute it on the kernel's mesh, or pass its .full()"
         return None if value.mesh == mesh else (f"a MeshTensor on {value.mesh}, but expected {mesh}", fix)
+    if value._is_zerotensor():
+        return "zeros that have no memory", _WRITTEN if is_written else "pass a copy: .clone()"
     if value.is_neg():
         return "a view that torch negates when it reads it", _WRITTEN if is_written else "pass a copy: .resolve_neg()"
     if not value.is_contiguous():
@@ -191,6 +193,8 @@ def is_quick(
             and not tensor.is_neg()
             and not tensor.requires_grad
             and tensor.device == device
+            and not tensor._is_zerotensor()
+            and not is_freed(tensor)
         ):
             return False
     return not may_be_dual()

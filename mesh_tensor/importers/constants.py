@@ -10,7 +10,7 @@ import torch
 
 from mesh_tensor.annotations.names import SourceNames
 from mesh_tensor.base.errors import listing, refuse
-from mesh_tensor.runtime.ambient import is_freed, why_not_plain
+from mesh_tensor.runtime.ambient import why_not_plain
 from mesh_tensor.runtime.ranks import is_dtensor
 
 _FIX = "import the model again, or its buffers as weights: mt.from_torch(program, buffers=True)"
@@ -108,7 +108,7 @@ def _without_values(given: Any) -> str:
         return found[0]
     if given.device.type == "meta":
         return "on device meta, where tensors have no values"
-    return "a tensor whose memory was given back" if is_freed(given) else ""
+    return ""
 
 
 def _same(ours: torch.Tensor, given: torch.Tensor) -> bool:

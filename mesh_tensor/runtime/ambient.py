@@ -129,6 +129,7 @@ def _with_denormals() -> Iterator[None]:
 
 _OUTSIDE = "call it outside of torch.func's transforms, which can't see what a kernel does"
 _AS_OP = "make the kernel an operation that tracers know: mt.as_custom_op"
+_FREED = "a tensor whose memory was given back", "pass it while its wrapper holds its values"
 _NO_GRAD = "pass its .detach(), or call under torch.no_grad(): results have no gradient"
 
 
@@ -169,7 +170,7 @@ def _why_not_seen(tensor: torch.Tensor) -> tuple[str, str] | None:
         return "a nested tensor, whose rows have lengths of their own", "pass a dense copy: .to_padded_tensor(0)"
     kind = type(tensor)
     if kind is torch.Tensor or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-        return None
+        return _FREED if is_freed(tensor) else None
     if kind.__name__ == "FakeTensor":
         return "a FakeTensor, which has no data", _AS_OP
     if kind.__name__ == "AsyncCollectiveTensor":
@@ -183,10 +184,13 @@ def _why_not_seen(tensor: torch.Tensor) -> tuple[str, str] | None:
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor's memory was given back, as wrappers of modules do between their uses: who reads it, reads
     what is nobody's."""
-    if not tensor.numel() or tensor.device.type == "meta" or tensor._is_zerotensor():
+    if not (count := tensor.numel()) or tensor.device.type == "meta" or tensor._is_zerotensor():
+        return False
+    offset, size, nbytes = tensor.storage_offset(), tensor.element_size(), tensor.untyped_storage().nbytes()
+    if (offset + count) * size <= nbytes:  # at once, as every call asks; what is expanded has fewer elements
         return False
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
+    return (offset + last + 1) * size > nbytes
 
 
 def refuse_traced(what: str, args: Iterable[object]) -> None:

@@ -231,8 +231,6 @@ def _param(var: relax.Var, function: str) -> ModuleParam:
 def _problem(param: ModuleParam, tensor: Any, sizes: dict[tirx.Var, int], device_type: str | None) -> str:
     if isinstance(tensor, torch.Tensor) and (found := why_not_plain(tensor)):
         return found[0]
-    if isinstance(tensor, torch.Tensor) and not is_dtensor(tensor) and is_freed(tensor):
-        return "a tensor whose memory was given back"
     shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
     if shape is None or not isinstance(dtype, torch.dtype):
         return f"a {type(tensor).__name__}, but expected a tensor"

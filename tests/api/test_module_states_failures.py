@@ -1,4 +1,4 @@
-"""States that other tools wrote, with what is no tensor, or has no values."""
+"""States that other tools wrote, with what is no tensor, or has no values; and inputs that have none."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import mesh_tensor as mt
+from kernels.matmul import matmul
 
 
 class Scaled(nn.Module):
@@ -89,3 +90,31 @@ def test_a_tied_weight_without_values_under_one_name(names, make):
     with pytest.raises(mt.MeshTensorError, match="given under two names"):
         run.load_state_dict({good: torch.ones(8, 8), bad: make(state[bad]), "first.bias": state["first.bias"]})
     torch.testing.assert_close(run(x), model(x))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("make", [freed, shortened])
+def test_a_kernels_argument_whose_memory_was_given_back(devices, make):
+    func = mt.annotate(matmul(64, 64, 64), mt.Mesh({"x": devices}), {"A": {"x": 0}, "C": {"x": 0}})
+    run, a, b = mt.compile(func, target="c"), torch.randn(64, 64), torch.randn(64, 64)
+    for given in ((make(a), b), (a, make(b)), (a, b, make(a))):
+        with pytest.raises(mt.MeshTensorError, match="parameter '[ABC]': a tensor whose memory was given back"):
+            run(*given)
+    with pytest.raises(mt.MeshTensorError, match="parameter 'A': zeros that have no memory"):
+        run(torch._efficientzerotensor(64, 64), b)
+    torch.testing.assert_close(run(a, b), a @ b)
+
+
+def test_a_tensor_to_be_distributed_whose_memory_was_given_back():
+    with pytest.raises(mt.MeshTensorError, match="a tensor whose memory was given back"):
+        mt.distribute(freed(torch.randn(8, 8)), mt.Mesh({"x": 2}), {"x": 0})
+
+
+def test_a_step_whose_batch_was_given_back():
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    step = mt.training_step(Scaled(), nn.functional.mse_loss, (x, y), optimizer="sgd", lr=0.1)
+    run = mt.distribute_module(step, {"x": 2}, {"x": {"x": 0}})
+    before = run.state_dict()
+    with pytest.raises(mt.MeshTensorError, match="a tensor whose memory was given back"):
+        run(freed(x), y)
+    torch.testing.assert_close(run.state_dict(), before)
