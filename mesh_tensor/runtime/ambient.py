@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.parameter import is_lazy
 
 from mesh_tensor.base.errors import refuse
 
@@ -164,6 +165,8 @@ def is_dual(tensor: torch.Tensor) -> bool:
 def _why_not_seen(tensor: torch.Tensor) -> tuple[str, str] | None:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "a tensor inside of torch.func.vmap, grad or jvp", _OUTSIDE
+    if is_lazy(tensor):
+        return "a parameter that is not initialised yet", "run its model once, on an example"
     if tensor.layout is not torch.strided:
         return f"layout {tensor.layout}, but expected torch.strided", "pass a dense copy: .to_dense()"
     if tensor.is_nested:

@@ -118,3 +118,19 @@ def test_a_step_whose_batch_was_given_back():
     with pytest.raises(mt.MeshTensorError, match="a tensor whose memory was given back"):
         run(freed(x), y)
     torch.testing.assert_close(run.state_dict(), before)
+
+
+def test_parameters_that_are_not_initialised_yet():
+    lazy = nn.parameter.UninitializedParameter(requires_grad=False)
+    model, x = Scaled(), torch.randn(6, 8)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (x,))), {"x": 2}, {})
+    kernel = mt.compile(mt.annotate(matmul(64, 64, 64), mt.Mesh({"x": 1}), {}), target="c")
+    calls = [
+        lambda: run(lazy),
+        lambda: run.load_state_dict({**model.state_dict(), "fc.weight": lazy}),
+        lambda: kernel(lazy, torch.randn(64, 64)),
+        lambda: mt.distribute(lazy, mt.Mesh({"x": 2}), {}),
+    ]
+    for call in calls:
+        with pytest.raises(mt.MeshTensorError, match="a parameter that is not initialised yet"):
+            call()
