@@ -198,10 +198,12 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 def refuse_traced(what: str, args: Iterable[object]) -> None:
     """Raise a MeshTensorError where torch traces a call of `what` or transforms its arguments."""
-    problems = [found for arg in args if isinstance(arg, torch.Tensor) and (found := _why_not_seen(arg))]
+    problems = []
+    if _trace() is None:  # TorchScript's traces record what is asked of a tensor: its sizes are tensors, too
+        problems = [found for arg in args if isinstance(arg, torch.Tensor) and (found := _why_not_seen(arg))]
     if torch._guards.detect_fake_mode() is not None:
         problems.append(("called under a FakeTensorMode, where tensors have no data", _AS_OP))
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) or torch._C._get_tracing_state():
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) or _trace() is not None:
         problems.append(("called while torch traces, which would take the results for constants", _AS_OP))
     if problems:
         fixes = "; ".join(dict.fromkeys(fix for _, fix in problems))

@@ -93,8 +93,10 @@ def test_traces(given, call):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
-def test_a_torchscript_trace(given):
-    text = refusal(lambda: torch.jit.trace(lambda a: given.c(a, given.b), given.a))
+@pytest.mark.parametrize("call", CALLS)
+def test_a_torchscript_trace(given, call):
+    run = CALLS[call][0]
+    text = refusal(lambda: torch.jit.trace(lambda a: run(given, a), given.a))
     assert "called while torch traces" in text
 
 
