@@ -29,7 +29,7 @@ from .onnx_sizes import check_sizes, inferred, settle_names, sizes_of
 
 _WHOLE = {6, 7}  # onnx.TensorProto's int32 and int64
 _FEW = 64
-_OTHERS = ("com.microsoft",)  # a domain with operators that TVM's importer knows
+_OTHERS = ("com.microsoft",)  # domains with operators that TVM's importer knows, by their names alone
 
 
 def import_onnx(path: str | os.PathLike[str], shapes: Mapping[str, Sequence[int]] | None = None) -> ImportedModule:
@@ -38,6 +38,7 @@ def import_onnx(path: str | os.PathLike[str], shapes: Mapping[str, Sequence[int]
     model, shapes = _loaded(onnx, path), shapes or {}
     try:
         model = _with_known_operators(onnx, model)
+        _check_domains(model.graph)
         settle_names(model.graph)
         _check_shapes(onnx, model, shapes, path)
         _settle(onnx, model, shapes)
@@ -102,6 +103,22 @@ def _with_known_operators(onnx: Any, model: Any) -> Any:
     typed.graph.value_info.extend(make(t.name, t.data_type, t.dims) for t in model.graph.initializer)
     inliner = importlib.import_module("onnx.inliner")
     return inliner.inline_selected_functions(typed, [("", name) for name in known], True, True)
+
+
+def _check_domains(graph: Any) -> None:
+    """Refuse operators of others: TVM's importer goes by their names alone."""
+    foreign = [
+        f"operator {node.op_type!r} is of the domain {node.domain!r}"
+        for node in graph.node
+        if node.domain not in ("", "ai.onnx", *_OTHERS)
+    ]
+    if foreign:
+        fix = "export it with ONNX's own operators, or with a function that says what it is made of"
+        refuse(sorted(set(foreign)), where="the ONNX model", fix=fix)
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in [attribute.g, *attribute.graphs]:
+                _check_domains(inner)
 
 
 def _settle(onnx: Any, model: Any, shapes: Mapping[str, Sequence[int]]) -> None:

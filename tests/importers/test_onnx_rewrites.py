@@ -99,6 +99,13 @@ def test_options_that_no_conversion_looks_at(tmp_path):
     assert "its conversion leaves that out" in str(error.value)
 
 
+def test_operators_of_others_by_a_known_name(tmp_path):
+    node = helper.make_node("Relu", ["x"], ["y"], domain="my.own")
+    path = saved(tmp_path, [node], (3, 8), (3, 8), domains=["my.own"])
+    with pytest.raises(mt.MeshTensorError, match="operator 'Relu' is of the domain 'my.own'"):
+        mt.from_onnx(path, check=False)
+
+
 def test_sizes_are_computed_once(tmp_path):
     """What torch's exporter makes of x.reshape(x.shape[0], x.shape[1] * x.shape[2]), and of an open first size."""
     nodes = [
@@ -127,7 +134,7 @@ def test_random_numbers_are_no_constants(tmp_path):
         mt.from_onnx(saved(tmp_path, nodes, (3, 2), (3, 2)), check=False)
 
 
-def saved(folder, nodes, shape, made, kind=TensorProto.FLOAT, **numbers):
+def saved(folder, nodes, shape, made, kind=TensorProto.FLOAT, domains=(), **numbers):
     """The path of a model of nodes from x to y."""
     constants = [numpy_helper.from_array(np.array(value), name) for name, value in numbers.items()]
     x, y = (
@@ -135,6 +142,7 @@ def saved(folder, nodes, shape, made, kind=TensorProto.FLOAT, **numbers):
         helper.make_tensor_value_info("y", kind, made),
     )
     graph = helper.make_graph(nodes, "graph", [x], [y], constants)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    opsets = [helper.make_opsetid("", 21), *(helper.make_opsetid(domain, 1) for domain in domains)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     onnx.save(model, folder / "model.onnx")
     return folder / "model.onnx"
