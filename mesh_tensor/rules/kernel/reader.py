@@ -272,12 +272,13 @@ def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
     """Refuse what means more than one program of the kernel."""
     where = f"kernel {function_name(func)!r}"
     _check_safe_values(func, block, where)
-    for found in filter(None, map(tile_ops.between_programs, nodes(block.body, tirx.Evaluate))):
+    found = list(filter(None, map(tile_ops.beyond_regions, nodes(block.body, tirx.Evaluate))))
+    if found:
         refuse(
-            found,
+            list(dict.fromkeys(what for what, _ in found)),
             where=where,
-            why="programs of the grid are run one by one, and on several devices",
-            fix="copy through a buffer of this program, or through a parameter",
+            why="a tile operation is known by its regions; programs of the grid are run one by one, and on several devices",
+            fix="; ".join(dict.fromkeys(fix for _, fix in found)),
         )
 
 
