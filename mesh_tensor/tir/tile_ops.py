@@ -333,7 +333,8 @@ def beyond_regions(stmt: tirx.Evaluate) -> tuple[str, str] | None:
     computed = [key for key in by_places if nodes(tirx.Evaluate(asked[key]), tirx.Var, tirx.BufferLoad)]
     if not computed:
         return None
-    return f"{op_name(stmt.value)} has annotations that are computed ({', '.join(computed)})", "annotate it with numbers"
+    what = f"{op_name(stmt.value)} has annotations that are computed ({', '.join(computed)})"
+    return what, "annotate it with numbers"
 
 
 def parse_previous(expr: object) -> Atomic | None:

@@ -277,7 +277,7 @@ def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
         refuse(
             list(dict.fromkeys(what for what, _ in found)),
             where=where,
-            why="a tile operation is known by its regions; programs of the grid are run one by one, and on several devices",
+            why="tile operations are known by their regions; programs are run one by one, and on several devices",
             fix="; ".join(dict.fromkeys(fix for _, fix in found)),
         )
 
