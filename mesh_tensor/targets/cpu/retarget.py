@@ -97,8 +97,7 @@ class _Retarget:
                 is_number = isinstance(value, int | float)
                 self._safe_values[data] = const(value, "float32") if is_number else self._expr(value)
         allocations = [self._alloc(buffer) for buffer in block.alloc_buffers]
-        named = {iter_var.var: at for iter_var, at in zip(block.iter_vars, realize.iter_values, strict=True)}
-        body = self._stmt(tirx.stmt_functor.substitute(block.body, named) if named else block.body)
+        body = self._stmt(block.body)
         if body is None:
             return None
         body = sequence([*allocations, body])
