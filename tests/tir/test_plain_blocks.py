@@ -18,7 +18,9 @@ def halved(X: T.Tensor((13, 10), "float32"), Y: T.Tensor((13, 10), "float32")):
 
 def test_variables_conditions_and_declared_accesses_are_gone():
     (block,) = [b for b in nodes(with_plain_blocks(halved).body, tirx.SBlock) if b.name_hint == "element"]
-    assert not (len(block.iter_vars) or len(block.reads) or len(block.writes))
+    assert not (len(block.iter_vars))
+    assert not (len(block.reads))
+    assert not len(block.writes)
     assert isinstance(block.body, tirx.IfThenElse)
     (loop,) = [loop for loop in nodes(halved.body, tirx.For) if loop.thread_binding is None]
     assert block.body.then_case.indices[1].same_as(loop.loop_var)
@@ -30,4 +32,5 @@ def test_plain_blocks_stay():
 
 
 def test_what_they_hold_may_be_split():
-    assert set(mt.sharding_rule(halved).factors.values()) == {"parallel"} and len(mt.sharding_rule(halved).factors) == 2
+    assert set(mt.sharding_rule(halved).factors.values()) == {"parallel"}
+    assert len(mt.sharding_rule(halved).factors) == 2
