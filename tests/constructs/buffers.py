@@ -142,7 +142,7 @@ ROWS_OF_BUFFERS = (
     Row(
         "parameters",
         "understood",
-        "tensors with contiguous rows, scalars, symbolic sizes",
+        "tensors, in calls with contiguous rows, whatever their declared strides; scalars, symbolic sizes",
         names="Tensor StridedTensor Buffer buffer_decl buffer match_buffer arg dynamic symbolic Var SizeVar var void"
         " handle func_attr func_name func_ret ptr Ptr",
         examples=(Example("symbolic sizes", _symbolic, (X,), lambda x: x + 1),),
