@@ -184,10 +184,17 @@ class ValueRewriter:
                 outer, step = form.ordered[0]
                 inner, _ = form.ordered[-1]
                 if split.factor.aligned is not None:
-                    offsets[outer] = outer + (split.offset if step == 1 else tirx.floordiv(split.offset, step))
+                    blocks = split.offset if step == 1 else tirx.floordiv(split.offset, step)
+                    offsets[outer] = _shifted(outer, blocks)
                 else:
-                    offsets[inner] = inner + split.offset
+                    offsets[inner] = _shifted(inner, split.offset)
         return offsets
+
+
+def _shifted(var: tirx.Var, offset: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The variable at its place behind an offset, which is of the dtype that sizes have; it keeps its own."""
+    place = var + offset
+    return place if place.dtype == var.dtype else place.astype(var.dtype)
 
 
 def _key(access: Access | tirx.BufferLoad) -> tuple:
