@@ -27,6 +27,7 @@ from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, with
 from .exprs import Bounds, all_of, const, if_then, is_pure_index, map_children, report_statements
 from .fuse import fuse_loops
 from .lanes import step_by_lanes
+from .products import lean_products
 from .tile_ops import TileOps, update_before_use
 
 _IN_LOOP = {name: name for name in ("tirx.break_loop", "tirx.continue_loop")} | {"tl.loop_break": "tirx.break_loop"}
@@ -73,7 +74,7 @@ class _Retarget:
                     self._bounds.not_negative(size)
         body = self._stmt(func.body) or tirx.Evaluate(const(0, "int32"))
         params = frozenset(buffer.data for buffer in func.buffer_map.values())
-        body = step_by_lanes(fuse_loops(body, params), params)
+        body = step_by_lanes(fuse_loops(lean_products(body), params), params)
         attrs = {"global_symbol": self._kernel}
         return tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, None).with_attr(attrs)
 

@@ -34,8 +34,8 @@ MT_INLINE float mt_between(float x, float low, float high) {
 // Adding it leaves the nearest integer in a float's lowest bits, and 254 more: two exponents of 0 as floats have them.
 #define MT_TO_INTEGER 12583166.0f
 
-// value * 2^n for a value near 1, where n + 254 is in the lowest bits of `integer`. Half of n goes to each of two powers
-// of two, so that these are normal floats; the second product ends in a subnormal or infinity where it must.
+// value * 2^n for a value near 1, where n + 254 is in the lowest bits of `integer`. Half of n goes to each of two
+// powers of two, so that these are normal floats; the second product ends in a subnormal or infinity where it must.
 MT_INLINE float mt_scale_float32(float value, float integer) {
   uint32_t both = mt_bits<uint32_t>(integer), half = both >> 1;
   return value * mt_bits<float>(half << 23) * mt_bits<float>((both - half) << 23);
