@@ -55,6 +55,18 @@ def uses_of(data: tirx.Var, where: tirx.Stmt | tirx.PrimExpr) -> int:
     return sum((use if isinstance(use, tirx.Var) else use.buffer.data).same_as(data) for use in found)
 
 
+def walks_all(loops: Sequence[tirx.For], indices: Sequence[tirx.PrimExpr], shape: Sequence[tirx.PrimExpr]) -> bool:
+    """Whether the indices are the loops' variables, in their order, and each loop goes over all of its dim."""
+    left = list(loops)
+    for index, size in zip(indices, shape, strict=True):
+        walked = bool(left) and index.same_as(left[0].loop_var) and is_const(left[0].min, 0) and left[0].step is None
+        if walked and int_or(left[0].extent, None) == int_or(size, -1):
+            left.pop(0)
+        elif not (is_const(index, 0) and is_const(size, 1)):
+            return False
+    return not left
+
+
 class _Lean:
     def __init__(self, body: tirx.Stmt) -> None:
         self._body = body
@@ -119,14 +131,7 @@ def _whole_store(stmt: tirx.Stmt, own: dict[tirx.Var, tirx.Buffer]) -> tirx.Buff
         stmt = stmt.body
     if not isinstance(stmt, tirx.BufferStore) or not stmt.buffer.same_as(own.get(stmt.buffer.data)):
         return None
-    left = list(loops)
-    for index, size in zip(stmt.indices, stmt.buffer.shape, strict=True):
-        walked = bool(left) and index.same_as(left[0].loop_var) and is_const(left[0].min, 0) and left[0].step is None
-        if walked and int_or(left[0].extent, None) == int_or(size, -1):
-            left.pop(0)
-        elif not (is_const(index, 0) and is_const(size, 1)):
-            return None
-    return None if left or stmt.buffer.strides else stmt
+    return stmt if walks_all(loops, stmt.indices, stmt.buffer.shape) and not stmt.buffer.strides else None
 
 
 def _is_zero(value: tirx.PrimExpr) -> bool:

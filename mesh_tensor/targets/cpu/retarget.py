@@ -24,6 +24,7 @@ from mesh_tensor.tir.rewrite import sequence
 from mesh_tensor.tir.tile_ops import Region, TileOp, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, without_thread_tests
 
+from .contract import contract_blocks
 from .exprs import Bounds, all_of, const, if_then, is_pure_index, map_children, report_statements
 from .fuse import fuse_loops
 from .lanes import step_by_lanes
@@ -74,7 +75,8 @@ class _Retarget:
                     self._bounds.not_negative(size)
         body = self._stmt(func.body) or tirx.Evaluate(const(0, "int32"))
         params = frozenset(buffer.data for buffer in func.buffer_map.values())
-        body = step_by_lanes(fuse_loops(lean_products(body), params), params)
+        body = contract_blocks(fuse_loops(lean_products(body), params), params)
+        body = step_by_lanes(body, params)
         attrs = {"global_symbol": self._kernel}
         return tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, None).with_attr(attrs)
 
