@@ -132,7 +132,7 @@ def _without(body: tirx.Stmt, block: tirx.Buffer) -> tirx.Stmt:
 
 
 def _of_one_iteration(body: tirx.Stmt, block: tirx.Buffer) -> tirx.Stmt:
-    """The kernel with the block's first dim gone, if one loop walks it, and nothing stays from iteration to iteration."""
+    """The kernel with the block's first dim gone, if one loop walks it, and nothing stays for its next iteration."""
     uses = _uses(body, block)
     if len(block.shape) < 2 or not uses or not isinstance(uses[0].indices[0], tirx.Var):
         return body

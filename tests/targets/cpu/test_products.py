@@ -55,7 +55,7 @@ def cleared_before_a_loop(a, b, c, d, n):
 @T.macro
 def cleared_before_a_loop_that_may_do_nothing(a, b, c, d, n):
     T.clear(c)
-    for ko in T.serial(n):
+    for _ in T.serial(n):
         T.gemm(a, b, c)
 
 
@@ -70,7 +70,7 @@ def cleared_before_a_product_that_may_not_happen(a, b, c, d, n):
 @T.macro
 def cleared_before_a_loop_that_is_left(a, b, c, d, n):
     T.clear(c)
-    for ko in T.serial(STEPS):
+    for _ in T.serial(STEPS):
         if n == 0:
             T.loop_break()
         T.gemm(a, b, c)
@@ -91,7 +91,7 @@ def cleared_for_a_part(a, b, c, d, n):
 @T.macro
 def cleared_and_read_first(a, b, c, d, n):
     T.clear(c)
-    for ko in T.serial(STEPS):
+    for _ in T.serial(STEPS):
         for i, j in T.Parallel(ROWS, COLUMNS):
             d[i, j] = d[i, j] + c[i, j]
         T.gemm(a, b, c)
@@ -132,7 +132,7 @@ def copied_and_accumulated(a, b, c, d, n):
 
 @T.macro
 def copied_and_read_again(a, b, c, d, n):
-    for ko in T.serial(STEPS):
+    for _ in T.serial(STEPS):
         T.gemm(d, b, c)
         T.copy(a, d)
         T.gemm(d, b, c)
