@@ -18,13 +18,15 @@ from mesh_tensor.tir.rewrite import sequence, statements
 
 from .exprs import GEMM, const
 
-_A, _B, _DST, _M, _N, _C_ROW, _C_COLUMN, _CLEAR = 1, 2, 3, 4, 5, 11, 12, 13  # arguments of a product's call
+#: Where the arguments of a product's call are.
+FACTORS, RESULT = (1, 2), 3
+_M, _N, _C_ROW, _C_COLUMN, _CLEAR = 4, 5, 11, 12, 13
 _LEAVES_LOOP = ("tirx.break_loop", "tirx.continue_loop")
 
 
 def lean_products(body: tirx.Stmt) -> tirx.Stmt:
     """`body`, a re-targeted kernel, without loops that only prepare a block for a product."""
-    if not any(_is_product(stmt) for stmt in nodes(body, tirx.Evaluate)):
+    if not any(is_product(stmt) for stmt in nodes(body, tirx.Evaluate)):
         return body
     return _Lean(body).run()
 
@@ -85,7 +87,7 @@ class _Lean:
     def _without_zeros(self, parts: list[tirx.Stmt]) -> list[tirx.Stmt]:
         place = 0
         while place < len(parts):
-            store = _whole_store(parts[place], self._own)
+            store = whole_store(parts[place], self._own)
             if store is not None and _is_zero(store.value):
                 after = _cleared(parts[place + 1 :], store.buffer)
                 parts = parts if after is None else [*parts[:place], *after]
@@ -103,7 +105,7 @@ class _Lean:
 
     def _without_copy(self, copy: tirx.Stmt, after: Sequence[tirx.Stmt]) -> list[tirx.Stmt] | None:
         """The statements `after` the copy of a block with products that read the block itself, if they can."""
-        store = _whole_store(copy, self._own)
+        store = whole_store(copy, self._own)
         if store is None or not _is_copy(store, self._own):
             return None
         block, source = store.buffer.data, store.value.buffer
@@ -117,13 +119,14 @@ class _Lean:
         return [_reading(stmt, block, source) if uses_of(block, stmt) else stmt for stmt in after]
 
 
-def _is_product(stmt: tirx.Stmt) -> bool:
+def is_product(stmt: tirx.Stmt) -> bool:
+    """Whether a statement is the call of a product."""
     if not isinstance(stmt, tirx.Evaluate) or op_name(stmt.value) != "tirx.call_extern":
         return False
     return bool(stmt.value.args[0].value.startswith(GEMM))
 
 
-def _whole_store(stmt: tirx.Stmt, own: dict[tirx.Var, tirx.Buffer]) -> tirx.BufferStore | None:
+def whole_store(stmt: tirx.Stmt, own: dict[tirx.Var, tirx.Buffer]) -> tirx.BufferStore | None:
     """The store of loops that do nothing but set every element of a block once."""
     loops: list[tirx.For] = []
     while isinstance(stmt, tirx.For):
@@ -186,10 +189,10 @@ def _cleared_in_first(loop: tirx.For, buffer: tirx.Buffer) -> tirx.Stmt | None:
 
 def _clearing(stmt: tirx.Stmt, when: tirx.PrimExpr, buffer: tirx.Buffer) -> tirx.Stmt | None:
     """A product that adds to all of `buffer`, and has no other use for it, as one that clears it `when` that holds."""
-    if not _is_product(stmt) or uses_of(buffer.data, stmt) != 1:
+    if not is_product(stmt) or uses_of(buffer.data, stmt) != 1:
         return None
     args = list(stmt.value.args)
-    dst = args[_DST].args[0]
+    dst = args[RESULT].args[0]
     sizes = [int_or(args[place], -1) for place in (_M, _N, _C_ROW, _C_COLUMN)]
     rows, columns = math.prod(int(size) for size in buffer.shape) // max(sizes[1], 1), sizes[1]
     whole = sizes == [rows, columns, columns, 1] and rows * columns == math.prod(int(size) for size in buffer.shape)
@@ -201,9 +204,9 @@ def _clearing(stmt: tirx.Stmt, when: tirx.PrimExpr, buffer: tirx.Buffer) -> tirx
 
 def _factors(stmt: tirx.Stmt, block: tirx.Var) -> int:
     """How often a product reads a block as a factor; 0 if the statement is none, or has another use for the block."""
-    if not _is_product(stmt):
+    if not is_product(stmt):
         return 0
-    factors = sum(stmt.value.args[place].args[0].buffer.data.same_as(block) for place in (_A, _B))
+    factors = sum(stmt.value.args[place].args[0].buffer.data.same_as(block) for place in FACTORS)
     return factors if uses_of(block, stmt) == factors else 0
 
 
