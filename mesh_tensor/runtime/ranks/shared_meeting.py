@@ -64,6 +64,8 @@ def shared_wire(name: str, rank: int, count: int, timeout: timedelta) -> SharedW
                     peers[other] = peer
         except OSError as error:
             missing = [other for other in range(count) if other not in peers and other != rank]
+            for peer in peers.values():
+                peer.close()
             raise RuntimeError(f"Timed out waiting for connections with {missing}: {error}") from error
     return SharedWire(peers, timeout)
 

@@ -1,9 +1,9 @@
 """A wire between ranks of one machine: large tensors go through memory that two processes share, what says so, and
 small tensors, through Unix sockets, which also tell that a rank has ended.
 
-A tensor is copied when it is sent, so that its sender goes on, and once more when its receiver waits for it: no thread
-works beside those that compute. Blocks of memory have no names: they are passed on as file descriptors, and end with
-the processes that have them.
+A tensor is copied when it is sent, and once more when its receiver waits for it: no thread works beside those that
+compute. A receiver says what it asks for, and a sender waits for that, as gloo's do: who sends what nobody wants finds
+out. Blocks of memory have no names: they are passed on as file descriptors, and end with the processes that have them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +29,8 @@ from .shared_memory import Block, Blocks
 
 _RECORD = struct.Struct("<QQqQ")  # tag, bytes, number of a block, its size where the reader gets it with this
 _INLINE = 2048  # bytes: so much goes through the socket itself
-_IN_SOCKET, _ONCE = -1, -2  # instead of a block's number: there is none; it is for this message alone
+# Instead of a block's number: there is none; it is for this message alone; it is no message, but asked for with this.
+_IN_SOCKET, _ONCE, _ASKED = -1, -2, -3
 _BUFFER = 1 << 20  # bytes that wait in a socket, as far as the system allows
 _T = TypeVar("_T")
 
@@ -60,6 +62,7 @@ class _Peer:
         self.unsaid: deque[tuple[bytes, int]] = deque()  # what the socket had no room for
         self._known: dict[int, Block] = {}
         self._arrived: dict[int, deque[_Message]] = {}
+        self._asked: Counter[int] = Counter()
 
     def message(self, tag: int) -> _Message | None:
         """The next message with that tag, if it is here."""
@@ -70,6 +73,15 @@ class _Peer:
         if not waiting:
             del self._arrived[tag]
         return message
+
+    def has_asked(self, tag: int) -> bool:
+        """Whether it asked for a message with that tag, which counts once, and all is said that was to be."""
+        if self.unsaid or not self._asked[tag]:
+            return False
+        self._asked[tag] -= 1
+        if not self._asked[tag]:
+            del self._asked[tag]
+        return True
 
     def say(self, record: bytes, file: int) -> None:
         """Send a packet, and a file with it, which is closed then.
@@ -108,6 +120,9 @@ class _Peer:
 
     def _keep(self, packet: bytes, files: list[int]) -> None:
         tag, nbytes, number, size = _RECORD.unpack_from(packet)
+        if number == _ASKED:
+            self._asked[tag] += 1
+            return
         block = None
         if files:
             block = Block(files[0], size)
@@ -131,13 +146,14 @@ class SharedWire:
             self._poll.register(file, select.POLLIN)
         self._changed = threading.Condition()
         self._looks = self._is_cut = False
+        weakref.finalize(self, _close, list(self._peers.values()))
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> _Done | _Unsaid:
-        """Send a contiguous tensor; it may be written as soon as this returns."""
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> _Sent:
+        """Send a contiguous tensor; it may be written as soon as this returns. The wait ends when it is asked for."""
         peer, address, nbytes = self._peers[to], tensor.data_ptr(), tensor.nbytes
         if nbytes <= _INLINE:
-            record = _RECORD.pack(tag, nbytes, _IN_SOCKET, 0) + ctypes.string_at(address, nbytes)
-            return self._say(peer, record, -1)
+            self._say(peer, _RECORD.pack(tag, nbytes, _IN_SOCKET, 0) + ctypes.string_at(address, nbytes))
+            return _Sent(self, to, tag)
         try:
             with self._changed:
                 block, number, file = peer.blocks.free(nbytes)
@@ -145,10 +161,13 @@ class SharedWire:
             raise RuntimeError(f"no memory to send {nbytes} bytes: {error}") from error
         ctypes.memmove(block.data, address, nbytes)
         place = _ONCE if number is None else number
-        return self._say(peer, _RECORD.pack(tag, nbytes, place, block.size if file >= 0 else 0), file)
+        self._say(peer, _RECORD.pack(tag, nbytes, place, block.size if file >= 0 else 0), file)
+        return _Sent(self, to, tag)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> _Receipt:
         """What fills a contiguous tensor when it is waited for."""
+        with suppress(RuntimeError):  # what it sent before it ended is here all the same
+            self._say(self._peers[source], _RECORD.pack(tag, 0, _ASKED, 0))
         return _Receipt(self, tensor, source, tag)
 
     def cut(self) -> None:
@@ -168,23 +187,22 @@ class SharedWire:
             raise RuntimeError(f"rank {source} sent {message.nbytes} bytes where {tensor.nbytes} are expected")
         message.put(tensor.data_ptr())
 
-    def flush(self, to: int) -> None:
-        """Wait until a rank has taken what its socket has no room for."""
+    def asked(self, to: int, tag: int) -> None:
+        """Wait until a rank has asked for a message."""
         peer = self._peers[to]
-        self._awaited(peer, lambda: None if peer.unsaid else True)
+        self._awaited(peer, lambda: peer.has_asked(tag) or None)
 
-    def _say(self, peer: _Peer, record: bytes, file: int) -> _Done | _Unsaid:
+    def _say(self, peer: _Peer, record: bytes, file: int = -1) -> None:
         try:
             if not peer.unsaid:
                 peer.say(record, file)
-                return _DONE
+                return
         except BlockingIOError:
             pass
         except OSError as error:
             raise RuntimeError(f"Connection closed by peer: {error}") from error
         with self._changed:
             peer.unsaid.append((record, file))
-        return _Unsaid(self, next(number for number, other in self._peers.items() if other is peer))
 
     def _awaited(self, peer: _Peer, ready: Callable[[], _T | None]) -> _T:
         """What `ready` gives once that is not None. Of the threads that wait, one looks what comes, for all."""
@@ -229,26 +247,25 @@ class SharedWire:
                 del self._of_file[file]
 
 
-class _Done:
-    """What was sent at once."""
-
-    def wait(self) -> None:
-        """Return."""
-
-
-_DONE = _Done()
+def _close(peers: Sequence[_Peer]) -> None:
+    for peer in peers:
+        peer.end.close()
+        for _, file in peer.unsaid:
+            if file >= 0:
+                os.close(file)
 
 
 @dataclass(slots=True, frozen=True)
-class _Unsaid:
-    """Something that goes when there is room for it."""
+class _Sent:
+    """What was sent."""
 
     wire: SharedWire
     to: int
+    tag: int
 
     def wait(self) -> None:
-        """Wait until it is gone."""
-        self.wire.flush(self.to)
+        """Wait until it is asked for."""
+        self.wire.asked(self.to, self.tag)
 
 
 @dataclass(slots=True, frozen=True)
