@@ -113,16 +113,19 @@ class _Peer:
                 continue
             except OSError:
                 packet = b""
-            if packet:
-                self._keep(packet, files)
-            else:
+            try:
+                self.is_gone = not packet or not self._keep(packet, files)
+            except OSError:  # no memory for its block
                 self.is_gone = True
 
-    def _keep(self, packet: bytes, files: list[int]) -> None:
+    def _keep(self, packet: bytes, files: list[int]) -> bool:
+        """Keep what came; False where its block didn't, as this process has too many files."""
         tag, nbytes, number, size = _RECORD.unpack_from(packet)
         if number == _ASKED:
             self._asked[tag] += 1
-            return
+            return True
+        if size and not files:
+            return False
         block = None
         if files:
             block = Block(files[0], size)
@@ -132,6 +135,7 @@ class _Peer:
         elif number != _IN_SOCKET:
             block = self._known[number]
         self._arrived.setdefault(tag, deque()).append(_Message(nbytes, packet[_RECORD.size :], block))
+        return True
 
 
 class SharedWire:
@@ -200,6 +204,8 @@ class SharedWire:
         except BlockingIOError:
             pass
         except OSError as error:
+            if file >= 0:
+                os.close(file)
             raise RuntimeError(f"Connection closed by peer: {error}") from error
         with self._changed:
             peer.unsaid.append((record, file))
