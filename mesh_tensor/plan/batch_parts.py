@@ -261,8 +261,8 @@ class _Kinds:
             return with_kind(made, quotient(node, replace(within, by=within.by * abs(count)), self.quotients))
         if not isinstance(within, (Rows, Divided)) or not self.rules[node].linear:
             return made
-        rows, before = (within.rows, within.count) if isinstance(within, Divided) else (within, 1)
-        return with_kind(made, Divided(rows, before * abs(count)))
+        before = within if isinstance(within, Divided) else Divided(within, 1)
+        return with_kind(made, replace(before, count=before.count * abs(count)))
 
     def _varying(self, value: Value) -> frozenset[int]:
         """The dims along which a parameter, a constant or a total may vary."""

@@ -151,6 +151,7 @@ def test_modules_that_were_imported_for_a_microbatch(name, zero):
         (lambda o, t: ((o - t).square().sum(0) / o.numel()).sum(), 32),
         (lambda o, t: ((o - t).square() / 8 / o.shape[0]).sum(0).sum(), 32),
         (lambda o, t: (torch.full((4,), 0.25) @ (o - t).square()).sum(), 4),
+        (lambda o, t: ((o - t).square().sum(1) / len(o) + o.abs().sum(1)).sum(), 4),
     ],
 )
 def test_modules_whose_loss_may_divide_by_the_size_of_a_microbatch(loss, count):
@@ -356,3 +357,21 @@ def test_parts_of_a_loss_that_are_nothing_on_the_example(by):
     run = mt.distribute_module(mt.training_step(model, loss, batch, optimizer="sgd", accumulate=2), {"d": 1}, {})
     x, t = batch[0] * 200, batch[1]
     torch.testing.assert_close(run(x, t), loss(model(x), t).detach())
+
+
+class Masked(MLP):
+    """With a buffer, which became a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.rand(8))
+
+    def forward(self, x):
+        return super().forward(x) * self.mask
+
+
+def test_buffers_that_are_constants():
+    torch.manual_seed(0)
+    model, batch = Masked(), (torch.randn(12, 12), torch.randn(12, 8))
+    step = mt.training_step(model, F.mse_loss, batch, optimizer="sgd", lr=0.05, accumulate=3)
+    _assert_trains(mt.distribute_module(step, {"data": 2}, DATA), model, F.mse_loss, batch, steps=1)
