@@ -258,7 +258,7 @@ class _Kinds:
         if not count or abs(number - count) > 1e-6 * abs(count) or count % self._counted or self.quotients == "sum":
             return made
         if isinstance(within, Sum):
-            return with_kind(made, quotient(node, replace(within, by=within.by * abs(count)), self.quotients))
+            return with_kind(made, quotient(node, replace(within, by=(within.by or 1) * abs(count)), self.quotients))
         if not isinstance(within, (Rows, Divided)) or not self.rules[node].linear:
             return made
         before = within if isinstance(within, Divided) else Divided(within, 1)

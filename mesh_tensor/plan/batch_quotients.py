@@ -61,7 +61,7 @@ def _carried(node: Node, kind: Kind, divided: Divided, quotients: str | None) ->
 def quotient(node: Node, made: Sum, quotients: str | None) -> Kind:
     """What a sum is that is divided by a number: where its elements are a multiple of that, the number may be one that
     was read off a part, and is larger for the whole batch."""
-    if made.by == 1 or made.elements % made.by or quotients == "sum":
+    if not made.by or made.elements % made.by or quotients == "sum":
         return made
     if quotients == "mean":
         return Mean()

@@ -160,6 +160,13 @@ def test_modules_whose_loss_may_divide_by_the_size_of_a_microbatch(loss, count):
         mt.training_step(module, None, accumulate=3)
 
 
+def test_modules_of_one_row_whose_loss_may_divide_by_their_number():
+    loss, target = LOSSES["divided by the number of rows"]
+    module = imported(MLP(), loss, (torch.randn(1, 12), target()[:1]))
+    with pytest.raises(mt.MeshTensorError, match="divides a sum by 1, which may be a constant"):
+        mt.training_step(module, None, accumulate=3)
+
+
 def test_numbers_of_microbatches():
     module = imported(MLP(), F.mse_loss, (torch.randn(4, 12), torch.randn(4, 8)))
     with pytest.raises(mt.MeshTensorError, match=r"accumulate=0(.|\n)*from 1 on"):
@@ -333,6 +340,7 @@ class Mixed(MLP):
         (MLP(), lambda o, t: o.sum() * torch.zeros(len(o)).softmax(0)[0], 2, "(nn.softmax) computes with sizes"),
         (MLP(), lambda o, t: (o.sum(0) * torch.tensor([len(o), *range(7)])).sum(), 2, "computes with"),
         (MLP(), lambda o, t: (o - t).square().mean() if len(o) > 6 else (o - t).abs().mean(), 2, "for all rows"),
+        (MLP(), lambda o, t: (o - t).abs().sum(1).topk(7)[0].mean(), 2, "raises on inputs of (6, 12) and (6, 8)"),
         (MLP(), lambda o, t: (o - t).abs().max(), 2, "(max) needs the batch's rows together"),
         (MLP(), lambda o, t: (o / o.mean() - t).sum(), 2, "(divide) takes rows of the batch and"),
     ],
