@@ -19,8 +19,8 @@ def layouts(ndims, axes):
 
 
 def check(func, inputs, expected, meshes=MESHES):
-    """Every layout on every mesh, or some 16 of them, gives the expected outputs, or is refused when it is compiled. The
-    16 are not a multiple of how many layouts a buffer has apart: each buffer is in several."""
+    """Every layout on every mesh, or some 16 of them, gives the expected outputs, or is refused when it is compiled.
+    The 16 are not a multiple of how many layouts a buffer has apart: each buffer is in several."""
     params = {func.buffer_map[p].name: func.buffer_map[p] for p in func.params}
     ndims = {name: len(buffer.shape) for name, buffer in params.items()}
     outputs = [
