@@ -174,13 +174,7 @@ def stays_in_program(stmt: tirx.Stmt) -> bool:
     """Whether nothing in the statement reaches beyond the program of the grid that runs it, but for the buffers that it
     names."""
     known = (INTRINSICS, NO_EFFECT, OF_A_PROGRAM, POINTERS)
-    calls = nodes(stmt, tirx.Call)
-    return all(any(op_name(call) in names for names in known) and not of_two_programs(call) for call in calls)
-
-
-def of_two_programs(call: tirx.Call) -> bool:
-    """Whether two programs of a cluster multiply together, each with half of a block."""
-    return int((call.annotations or {}).get("use_2cta", 0)) != 0
+    return all(any(op_name(call) in names for names in known) for call in nodes(stmt, tirx.Call))
 
 
 def thread_indices(func: tirx.PrimFunc) -> dict[tirx.Var, int]:

@@ -15,7 +15,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 
-from .effects import of_two_programs, op_name
+from .effects import op_name
 from .nodes import is_const, nodes
 
 _ELEMENT_ATOMICS = {
@@ -305,7 +305,7 @@ def _parsed(call: tirx.Call, name: str) -> TileOp | None:
         return Copy(region(args[0]), region(args[1]))
     if name == "tl.tileop.fill":
         return Fill(region(args[0]), args[1])
-    if name == "tl.tileop.gemm" and isinstance(args[9], tirx.IntImm) and not of_two_programs(call):
+    if name == "tl.tileop.gemm" and isinstance(args[9], tirx.IntImm):
         return Gemm(region(args[0]), region(args[1]), region(args[2]), _flag(args[3]), _flag(args[4]), _flag(args[9]))
     if name == "tl.tileop.reduce":
         return Reduce(region(args[0]), region(args[1]), _text(args[2]), int(args[3]), _flag(args[4]))
