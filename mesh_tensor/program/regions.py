@@ -22,6 +22,7 @@ from .region import NotRegionError, Region
 from .size_terms import Box, Divisions, Sizes
 
 _SPREAD = 4  # how many times as large, or as small, as a size the others of its region are
+_ASKED = 3  # sizes of a class, from which on a region is looked for
 _FAILURES = 3  # of a class of sizes, after which no region is looked for
 
 
@@ -59,7 +60,7 @@ class Regions:
         self._asked[kind] += 1
         for seen, size in zip(self._seen, sizes, strict=True):
             seen.add(size)
-        if self._asked[kind] > 1 and self._failed[kind] < _FAILURES and not self._is_within(sizes):
+        if self._asked[kind] >= _ASKED and self._failed[kind] < _FAILURES and not self._is_within(sizes):
             region = self._region(sizes, plan)
             if region is None:
                 self._failed[kind] += 1
