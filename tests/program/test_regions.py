@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 from torch.export import Dim
-from torch.nn import functional as F
 
 import mesh_tensor as mt
 from kernels.models import llama
@@ -42,7 +41,7 @@ def llama_of_any_length(batch=False):
 def test_one_size(found, mesh, layout):
     model, module = llama_of_any_length()
     run = mt.distribute_module(module, mesh, layout or llama.tensor_parallel(LLAMA, "x"), poison=True)
-    for length in (100, 101, 102, 103, 104, 105, 106, 107, 109, 111, 64, 65, 77, 200, 201):
+    for length in (100, 101, 102, 103, 104, 105, 106, 107, 109, 111, 115, 121, 64, 65, 77):
         tokens = torch.randint(48, (4, length))
         torch.testing.assert_close(run(tokens), model(tokens), rtol=2e-4, atol=2e-5)
         same_as_new(run)
@@ -62,22 +61,26 @@ def test_two_sizes(found):
 
 
 class Window(torch.nn.Module):
-    """Divides a size, slices by it, and counts its tokens."""
+    """Divides a size, slices by it, and multiplies with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.nn.Conv1d(4, 6, 3, stride=3)
 
     def forward(self, x):
-        return F.avg_pool1d(x.mT, 3, 2).sum(-1) * x.shape[1], x.flatten(0, 1)[1:], x.softmax(1)
+        return self.rows(x.mT).cumsum(-1) * x.shape[1], x.flatten(0, 1)[1:], x.softmax(1)
 
 
 def test_sizes_that_are_divided(found):
     model, x = Window(), torch.randn(3, 50, 4)
-    program = torch.export.export(model, (x,), dynamic_shapes=({1: Dim("places", min=8, max=256)},))
+    program = torch.export.export(model, (x,), dynamic_shapes=({1: Dim("places", min=12, max=256)},))
     run = mt.distribute_module(mt.from_torch(program), {"x": 2}, {"x": {"x": 0}}, poison=True)
-    for length in (60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 72, 73, 74, 75, 101, 102, 103, 104):
+    for length in (59, 65, 71, 77, 83, 89, 101, 60, 62):
         x = torch.randn(3, length, 4)
         for one, other in zip(run(x), model(x), strict=True):
             torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
         same_as_new(run)
-    assert len(found[True]) >= 4
+    assert len(found[True]) >= 3
 
 
 def test_terms():

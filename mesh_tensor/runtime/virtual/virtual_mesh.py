@@ -113,7 +113,7 @@ class VirtualMesh:
         results = tuple([stored[name].storage for name in step.results])
         # What a later step works on in place, as collectives do on buckets, each device has for itself.
         writes = self.program.last_writes
-        last = all([writes.get(name, step) is step for name in results])
+        last = all(writes.get(name, step) is step for name in results)
         return _OpAction(
             tile_functions(step, kind.calls),
             tuple([stored[name].storage for name in step.args]),
