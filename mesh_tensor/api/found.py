@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ from mesh_tensor.simulation import Simulation
 from .compile import MeshKernel, compile
 from .mesh_module import MeshModule
 from .module import distribute_module
+from .training import TrainingStep
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
     """What a search found: `strategies`, the best first, over the module's named `dims`; `planned` were looked at."""
 
-    module: ir.IRModule | ImportedModule = field(repr=False)
+    module: ir.IRModule | ImportedModule | TrainingStep = field(repr=False)
     function: str
     machine: Machine
     dims: tuple[NamedDim, ...]
@@ -48,13 +49,17 @@ class Found:
         return self.strategies[0]
 
     def distribute(self, strategy: Strategy | None = None, **options: Any) -> MeshModule:
-        """The module on a mesh, laid out as the best strategy says, or this one; the options of `distribute_module`."""
+        """The module on a mesh, laid out as the best strategy says, or this one; the options of `distribute_module`.
+        Of a training step: the run that trains it."""
         chosen = strategy or self.best
         mod = self.module
+        options = {"function": self.function, "machine": self.machine, **options}
+        if isinstance(mod, TrainingStep):
+            step = replace(mod, zero=0, mod=annotated(mod.mod, chosen, self.function))  # layouts say what is split
+            return distribute_module(step, chosen.mesh, **options)
         if isinstance(mod, ImportedModule):
             options = {"weights": mod.params, **options}
             mod = mod.mod
-        options = {"function": self.function, "machine": self.machine, **options}
         return distribute_module(annotated(mod, chosen, self.function), chosen.mesh, **options)
 
     def run(self, *inputs: Any, strategy: Strategy | None = None, **options: Any) -> Any:
@@ -75,7 +80,7 @@ class Found:
         """
         chosen = strategy or self.best
         mod = with_flat_parameters(
-            self.module.mod if isinstance(self.module, ImportedModule) else self.module, self.function
+            self.module if isinstance(self.module, ir.IRModule) else self.module.mod, self.function
         )
         graph, atoms = read_module(mod, self.function, chosen.mesh, {}, PlanOptions(machine=self.machine), loops=True)
         plan = self.distribute(chosen).plan
@@ -86,10 +91,14 @@ class Found:
         chosen = strategy or self.best
         lines = [f"    {name!r}: {layout}," for name, layout in chosen.shardings.items()]
         opened = f"open={list(chosen.shardings)!r}, function={self.function!r}"
-        run = f"# run = mt.distribute_module(mod, machine={machine_code(self.machine)}, weights=...)"
-        return "\n".join(
-            [f"mod = mt.annotate_module(mod, {dict(chosen.mesh.shape)}, {{", *lines, f"}}, {opened})", run]
-        )
+        mesh, machine = dict(chosen.mesh.shape), machine_code(self.machine)
+        if isinstance(self.module, TrainingStep):
+            head = f"step = dataclasses.replace(step, zero=0, mod=mt.annotate_module(step.mod, {mesh}, {{"
+            return "\n".join(
+                [head, *lines, f"}}, {opened}))", f"# run = mt.distribute_module(step, {mesh}, machine={machine})"]
+            )
+        run = f"# run = mt.distribute_module(mod, machine={machine}, weights=...)"
+        return "\n".join([f"mod = mt.annotate_module(mod, {mesh}, {{", *lines, f"}}, {opened})", run])
 
     def save(self, path: str | Path) -> None:
         """Write what was found, so that `mt.search(..., known=path)` goes on from it."""

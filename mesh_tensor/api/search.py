@@ -29,6 +29,7 @@ from .found import Found, FoundKernel
 from .progress import bar
 from .search_training import TrainingOptions, TrainingPlans, search_training
 from .strategies import preset_layouts
+from .training import TrainingStep
 
 _OBJECTIVES: dict[str, Callable[[Strategy], float]] = {
     "time": lambda s: s.time,
@@ -38,7 +39,7 @@ _OBJECTIVES: dict[str, Callable[[Strategy], float]] = {
 
 
 def search(
-    module: ir.IRModule | ImportedModule | tirx.PrimFunc,
+    module: ir.IRModule | ImportedModule | TrainingStep | tirx.PrimFunc,
     devices: int | Mesh | Topology,
     machine: Machine | str | None = None,
     *,
@@ -67,9 +68,9 @@ def search(
     best ones are planned in full.
 
     Args:
-        module: a Relax module of known sizes, or what `from_torch` gives; or a kernel of known sizes, whose buffers may
-            lie in any way: what it takes to bring them there doesn't count, and nothing but meshes, width, objective,
-            memory_limit and seconds does.
+        module: a Relax module of known sizes, what `from_torch` gives, or a training step; or a kernel of known sizes,
+            whose buffers may lie in any way: what it takes to bring them there doesn't count, and nothing but meshes,
+            width, objective, memory_limit and seconds does.
         devices: how many there are; or the mesh that is laid out; or a topology, whose meshes are a model's stages, in
             order: of how many devices each, their axes are found.
         machine: what they are, or a preset's name; None: this project's CPU ranks.
@@ -115,11 +116,16 @@ def search(
         made = _search_kernel(kernel, tried, machine, rank, width, end)
         _check_fits(made.strategies, limit, machine, tried)
         return made
-    mod = module.mod if isinstance(module, ImportedModule) else module
+    mod = module.mod if isinstance(module, (ImportedModule, TrainingStep)) else module
     check_module(mod, "search")
     mod = with_flat_parameters(mod, function)
     relax_function(mod, function)
     if batch is not None:
+        if isinstance(module, TrainingStep):
+            refuse(
+                "a step of training with a batch, which it has",
+                fix="search the module that gives the loss, or no batch",
+            )
         imported = module if isinstance(module, ImportedModule) else ImportedModule(mod, {})
         taken = [p.name_hint for p in relax_function(mod, function).params if p.name_hint not in imported.params]
         if not isinstance(module, ImportedModule) and inputs is None:

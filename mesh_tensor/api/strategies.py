@@ -155,14 +155,16 @@ def _source_names(module: Module) -> Callable[[str], str]:
 ParameterDims = Mapping[str, Mapping[str, int]]
 
 
-def preset_layouts(module: ImportedModule | ir.IRModule, function: str, mesh: Mesh) -> Iterator[ParameterDims]:
+def preset_layouts(module: Module, function: str, mesh: Mesh) -> Iterator[ParameterDims]:
     """ParameterDims of parameters, by the function's names: every axis for the data but one, or none, for the model."""
     if function != "main":
         return
     mod = module if isinstance(module, ir.IRModule) else module.mod
     func = relax_function(mod, function)
     ours, sizes = source_names(func), {p.name_hint: p.struct_info.shape.values for p in func.params}
-    weights = set() if isinstance(module, ir.IRModule) else set(module.params)
+    weights = set[str]()
+    if not isinstance(module, ir.IRModule):
+        weights = set(module.state if isinstance(module, TrainingStep) else module.params)
     for model in (None, *mesh):
         data = {axis: 0 for axis in mesh if axis != model}
         inputs = dict.fromkeys(_batch_inputs(module), data)
@@ -172,14 +174,14 @@ def preset_layouts(module: ImportedModule | ir.IRModule, function: str, mesh: Me
             yield {**inputs, **made, **_over_data(sizes, weights, made, data)}
 
 
-def _batch_inputs(module: ImportedModule | ir.IRModule) -> list[str]:
+def _batch_inputs(module: Module) -> list[str]:
     try:
         return list(data_parallel(module))
     except MeshTensorError:
         return []
 
 
-def _models(module: ImportedModule | ir.IRModule, axis: str | None) -> list[ParameterDims]:
+def _models(module: Module, axis: str | None) -> list[ParameterDims]:
     """Megatron's layouts over an axis, without and with the vocabulary; without an axis, none."""
     if axis is None:
         return [{}]

@@ -103,7 +103,9 @@ class _Planned:
     """A function, planned and simulated for layouts of those of its parameters that are named."""
 
     def __init__(self, mod: ir.IRModule, function: str, machine: Machine) -> None:
-        self.graph, self.atoms = read_module(mod, function, Mesh({"x": 1}), {}, PlanOptions(machine=machine))
+        self.graph, self.atoms = read_module(
+            mod, function, Mesh({"x": 1}), {}, PlanOptions(machine=machine), loops=True
+        )
         self._machine = machine
         self._values = {value.name: value for value in self.graph.params}
 

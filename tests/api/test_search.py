@@ -1,16 +1,19 @@
 """Searches: at least as good as what people write, the same every time, and what is found runs."""
 
+import dataclasses
 import itertools
 import signal
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import mesh_tensor as mt
 from kernels.models import gpt2, mlp
 from mesh_tensor.base.machine import Link, Machine, Memory
 from mesh_tensor.searching.evaluate import Evaluator
+from tests.plan.loop_modules import LOOPS, looped
 
 # Products are dear, and links are fast enough to split them.
 FAST = Machine("fast", {"float32": 1e9}, (Memory(10**9, 1e12),), (Link("wire", None, rate=1e9, start=1e-7),))
@@ -174,3 +177,30 @@ def test_ctrl_c_before_anything_was_found_ends_the_search(perceptron, monkeypatc
     monkeypatch.setattr(Evaluator, "strategy", lambda *_: stop(1, 1))
     with pytest.raises(KeyboardInterrupt):
         mt.search(perceptron, 4, FAST)
+
+
+@pytest.mark.parametrize("name", ["recurrent", "summed"])
+def test_loops_are_planned_as_they_run(name):
+    """Once, not step by step, however many steps there are."""
+    found = mt.search(looped(LOOPS[name], 4), 2, "h100x2")
+    assert found.simulation().time == pytest.approx(found.best.time)
+    assert found.simulation().peak_bytes == found.best.memory
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_step_of_training_is_searched_with_all_of_its_state(level):
+    """What its optimizer keeps, too; what is found trains as one device does, and is what was simulated."""
+    model, loss = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8)), F.mse_loss
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    step = mt.training_step(model, loss, batch, optimizer="adamw")
+    found = mt.search(dataclasses.replace(step, zero=level), 4, "h100", objective="memory", meshes=[{"x": 4}])
+    assert found.best.memory < found.simulation(found.strategies[-1]).peak_bytes / 2
+    assert (found.simulation().time, found.simulation().peak_bytes) == (found.best.time, found.best.memory)
+    names = {"dataclasses": dataclasses, "mt": mt, "step": step}
+    exec(found.code(), names)
+    runs = found.distribute(), mt.distribute_module(names["step"], {"x": 4}), mt.distribute_module(step, {"x": 1})
+    losses = [[run(*batch) for _ in range(3)] for run in runs]
+    torch.testing.assert_close(losses[0], losses[2])
+    torch.testing.assert_close(losses[1], losses[2])
+    with pytest.raises(mt.MeshTensorError, match="a step of training with a batch"):
+        mt.search(step, 4, batch=8)
