@@ -349,7 +349,9 @@ class NestedFunctions:
 @pytest.mark.parametrize("layout", [{}, {"x": 0}], ids=str)
 def test_kernels_declared_with_other_strides(layout):
     @T.prim_func
-    def doubled(X: T.StridedTensor((13, 10), (1, 13), "float32"), Y: T.StridedTensor((13, 10), (12, 1), "float32")):
+    def doubled(x: T.handle, y: T.handle):
+        X = T.match_buffer(x, (13, 10), "float32", strides=(1, 13))
+        Y = T.match_buffer(y, (13, 10), "float32", strides=(12, 1))
         for i, j in T.grid(13, 10):
             with T.sblock("Y"):
                 vi, vj = T.axis.remap("SS", [i, j])
