@@ -29,13 +29,14 @@ from .cache import add_library, build_once, find_library
 from .dtypes import compute_dtype, storage_dtype
 from .in_place import gemms_in_place
 from .legalize import CKernel, legalize_for_c
+from .reduce import LANES
 from .retarget import retarget_for_cpu
 
 ENTRY = "mesh_tensor_kernel"
 _BODY = "mesh_tensor_body"
 _BLAS_GEMM = "mt_gemm_float32_float32_float32"
 _HEADERS = {
-    part: Path(__file__).parent / "csrc" / f"mesh_tensor_{part}.h" for part in ("cpu", "math", "gemm", "report")
+    part: Path(__file__).parent / "csrc" / f"mesh_tensor_{part}.h" for part in ("cpu", "math", "fold", "gemm", "report")
 }
 _C_TYPES = {
     "float32": "float",
@@ -92,8 +93,8 @@ def kernel_key(func: tirx.PrimFunc) -> str:
 
 def _prelude(kernel: CKernel) -> str:
     """What the generated code is built on: the headers, and a function for each combination of dtypes in a gemm."""
-    parts = ["cpu", "math", *(["gemm"] if kernel.gemms else []), *(["report"] if kernel.reports else [])]
-    lines = [_HEADERS[part].read_text() for part in parts]
+    parts = ["cpu", "math", "fold", *(["gemm"] if kernel.gemms else []), *(["report"] if kernel.reports else [])]
+    lines = [f"#define MT_TOTALS {LANES}", *(_HEADERS[part].read_text() for part in parts)]
     if _BLAS_GEMM in kernel.gemms and blas_wanted():
         lines.insert(0, "#define MT_BLAS")
     if kernel.reports:
@@ -147,10 +148,11 @@ def _build_stamp() -> str:
     package = Path(__file__).parents[2]
     passes = (path for part in ("base", "tir", "targets/cpu") for path in sorted((package / part).glob("*.py")))
     sources = [*passes, *_HEADERS.values()]
-    return "\0".join([tilelang.__version__, _processor(), *FLAGS, *_GCC_FLAGS, *(s.read_text() for s in sources)])
+    return "\0".join([tilelang.__version__, processor(), *FLAGS, *_GCC_FLAGS, *(s.read_text() for s in sources)])
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What tells this processor's code from that of others."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

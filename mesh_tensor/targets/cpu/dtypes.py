@@ -19,6 +19,8 @@ from .exprs import (
     COMPARISON,
     EXACT,
     FLOAT_FUNCTIONS,
+    FOLD,
+    GEMM,
     LIBM,
     NOTES,
     PREFETCH,
@@ -50,7 +52,6 @@ _KEYWORDS = frozenset(
     + ("using", "virtual", "volatile", "wchar_t")
 )
 _IEEE = {"tl.ieee_add": tirx.Add, "tl.ieee_sub": tirx.Sub, "tl.ieee_mul": tirx.Mul, "tl.ieee_fdiv": tirx.Div}
-_GEMM = "mt_gemm_"
 
 Flatten = Callable[[tirx.Buffer, list[tirx.PrimExpr]], tuple[tirx.Buffer, tirx.PrimExpr]]
 
@@ -248,12 +249,12 @@ class LegalExpr:
 
     def _extern_call(self, call: tirx.Call) -> tirx.PrimExpr:
         function = call.args[0].value
-        if function.startswith(_GEMM):
+        if function.startswith(GEMM):
             self.gemms.add(function)
         elif function == REPORT:
             self.reports.append(call.args[1].value)
             return tirx.Call(call.dtype, call.op, [call.args[0], const(len(self.reports) - 1, "int32")])
-        elif not function.startswith(PREFETCH) and function not in (*LIBM, *NOTES.values()):
+        elif not function.startswith((FOLD, PREFETCH)) and function not in (*LIBM, *NOTES.values()):
             self._refuse(
                 f"the function '{function}' that T.call_extern names is unknown on a CPU",
                 f"write it with T's own operations, or use one of {', '.join(sorted(LIBM))}",

@@ -130,6 +130,12 @@ LIBM = frozenset({"expf", "exp", "logf", "log", "sqrtf", "sqrt", "tanhf", "tanh"
 PREFETCH = "mt_prefetch_"
 """How the functions are called that ask for memory before it is needed; a dtype follows."""
 
+GEMM = "mt_gemm_"
+"""How products are called; the dtypes of both factors and of the result follow."""
+
+FOLD = "mt_fold_"
+"""How the functions are called that combine totals; what TIR calls the operation and a dtype follow."""
+
 BITWISE = frozenset(
     f"tirx.{name}" for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "shift_left", "shift_right")
 )

@@ -202,8 +202,7 @@ def _row_lengths(loop: tirx.For) -> list[int]:
 
 def _of_lanes(loop: tirx.For) -> bool:
     """Whether the loop only starts or ends a reduction."""
-    stores = [part for part in walk(loop.body) if isinstance(part, tirx.BufferStore)]
-    return all(store.buffer.name == "totals" for store in stores)
+    return all(access.buffer.name == "totals" for access in accesses(loop.body) or [])
 
 
 def _vectorises(loop: tirx.For) -> bool:

@@ -40,7 +40,7 @@ class _InPlace:
         self._bounds = Bounds()
         self._uses = _uses(func.body)
         written_to = {buffer.data for buffer in written(func.body)}
-        self._sources = {b for b in func.buffer_map.values() if b.data not in written_to}
+        self._sources = {b.data: b.dtype for b in func.buffer_map.values() if b.data not in written_to}
         self._blocks: set[tirx.Var] = set()
         self._gone: set[tirx.Var] = set()
         self._known = set(func.params)
@@ -132,7 +132,7 @@ class _InPlace:
         """It copies a whole block of two dims, as it lies in the last two dims of a parameter with contiguous rows."""
         src, dst = copy.src, copy.dst
         return (
-            src.buffer in self._sources
+            self._sources.get(src.buffer.data) == src.buffer.dtype  # a parameter, or a view of one
             and dst.buffer.data in self._blocks
             and src.buffer.dtype == dst.buffer.dtype
             and [int_or(start, None) for start in dst.mins] == [0, 0]

@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.rewrite import neutral_element, sequence
 from mesh_tensor.tir.tile_ops import Reduce
 
 from .dtypes import compute_dtype
-from .exprs import Bounds, all_of, cast, combine, const, if_then, loop_nest, temporary
+from .exprs import FOLD, Bounds, all_of, cast, combine, const, if_then, loop_nest, temporary
 
 LANES = CPU.tuning.totals
 """How many totals a reduction along the last dim keeps: a power of 2."""
 
 _ZERO = const(0, "int32")
+_FOLDED = ("Add", "Max", "Min")  # `csrc/mesh_tensor_fold.h` has functions for these
 
 
 def is_total(store: tirx.BufferStore, var: tirx.Var) -> bool:
@@ -79,13 +81,17 @@ class ReduceLoops:
             low, high = tirx.BufferLoad(totals, [lane]), tirx.BufferLoad(totals, [lane + half])
             return over_lanes(tirx.BufferStore(totals, combine(self._op.reduction, low, high), [lane]), half)
 
+        function = reduction(self._op.reduction).tir
+        folds = [folded(LANES >> step) for step in range(1, LANES.bit_length())]
         total = tirx.BufferLoad(totals, [_ZERO])  # what was there comes last: a store to one lane would stall all
+        if self._dtype == "float32" and function in _FOLDED:
+            total, folds = tirx.call_extern("float32", f"{FOLD}{function}_float32", tirx.address_of(total)), []
         return sequence(
             [
                 tirx.AllocBuffer(totals),
                 over_lanes(tirx.BufferStore(totals, neutral_element(self._op.reduction, self._dtype), [lane])),
                 self._nest([self._op.dim], self._add(totals, [mine], self._vars)),
-                *(folded(LANES >> step) for step in range(1, LANES.bit_length())),
+                *folds,
                 self._finish(total if self._op.clears else combine(self._op.reduction, self._start(), total)),
             ]
         )

@@ -24,9 +24,12 @@ from mesh_tensor.tir.rewrite import sequence
 from mesh_tensor.tir.tile_ops import Region, TileOp, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, without_thread_tests
 
+from .contract import contract_blocks
 from .exprs import Bounds, all_of, const, if_then, is_pure_index, map_children, report_statements
 from .fuse import fuse_loops
 from .lanes import step_by_lanes
+from .products import lean_products
+from .row_groups import group_rows
 from .tile_ops import TileOps, update_before_use
 
 _IN_LOOP = {name: name for name in ("tirx.break_loop", "tirx.continue_loop")} | {"tl.loop_break": "tirx.break_loop"}
@@ -73,7 +76,9 @@ class _Retarget:
                     self._bounds.not_negative(size)
         body = self._stmt(func.body) or tirx.Evaluate(const(0, "int32"))
         params = frozenset(buffer.data for buffer in func.buffer_map.values())
-        body = step_by_lanes(fuse_loops(body, params), params)
+        body = group_rows(lean_products(body), params)
+        body = contract_blocks(fuse_loops(body, params), params)
+        body = step_by_lanes(body, params)
         attrs = {"global_symbol": self._kernel}
         return tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, None).with_attr(attrs)
 

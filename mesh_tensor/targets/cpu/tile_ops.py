@@ -31,6 +31,7 @@ from mesh_tensor.tir.tile_ops import (
 
 from .dtypes import compute_dtype
 from .exprs import (
+    GEMM,
     Bounds,
     LoopRange,
     all_of,
@@ -213,7 +214,7 @@ class TileOps:
         b_k, b_n = reversed(b_strides) if op.trans_b else b_strides
         c_m, c_n = strides_of(op.dst.buffer)[-2:]
         pointers = [tirx.address_of(tirx.BufferLoad(r.buffer, list(r.mins))) for r in (op.a, op.b, op.dst)]
-        name = "mt_gemm_" + "_".join(r.buffer.dtype for r in (op.a, op.b, op.dst))
+        name = GEMM + "_".join(r.buffer.dtype for r in (op.a, op.b, op.dst))
         sizes = [cast(e, "int64") for e in (m, n, k, a_m, a_k, b_k, b_n, c_m, c_n)]
         call = tirx.call_extern("void", name, *pointers, *sizes, const(op.clears, "int32"))
         return tirx.Evaluate(call)

@@ -173,7 +173,7 @@ def test_no_memory_for_the_blocks():
             block = T.alloc_shared((1 << 20, 1 << 20, 8), "float64")
             for i in T.Parallel(8):
                 block[i, 0, 0] = 1.0
-                X[i] = T.cast(block[i, 0, 0], "float32")
+                X[i] = T.cast(block[7 - i, 0, 0], "float32")
 
     kernel = compile_for_cpu(enormous)
     with pytest.raises(MemoryError, match="blocks of a kernel"):

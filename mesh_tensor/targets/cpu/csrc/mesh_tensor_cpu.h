@@ -10,6 +10,20 @@ extern "C" void free(void *memory) noexcept;
 
 #define MT_INLINE static inline __attribute__((always_inline))
 
+#if defined(__AVX512F__)
+#define MT_VECTOR_BYTES 64
+#elif defined(__AVX__)
+#define MT_VECTOR_BYTES 32
+#else
+#define MT_VECTOR_BYTES 16
+#endif
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define MT_SHUFFLES
+#endif
+#endif
+
 template <typename To, typename From> MT_INLINE To mt_bits(From value) {
   static_assert(sizeof(To) == sizeof(From), "bit patterns differ in size");
   To result;

@@ -1,16 +1,12 @@
 // c[i, j] += sum over k of a[i, k] * b[k, j] over a block, for any strides and dtypes. Sums are kept in `Sum`.
 //
-// A tile of ROWS x WIDTH sums stays in registers. Panels of b are packed, so that they are read in order; a is read in
-// place, or converted a few rows at a time where it isn't of type `Sum`. A `C` of 16 bits is rounded once per DEPTH.
+// A tile of ROWS x WIDTH sums stays in registers. Panels of b are packed, so that they are read in order, unless that
+// gains nothing; a is read in place, or converted a few rows at a time where it isn't of type `Sum`. A `C` of 16 bits
+// is rounded once per DEPTH.
 #pragma once
 
-#if defined(__AVX512F__)
-#define MT_VECTOR_BYTES 64
-#elif defined(__AVX__)
-#define MT_VECTOR_BYTES 32
-#else
-#define MT_VECTOR_BYTES 16
-#endif
+// What of the nearest cache may be one operand's.
+#define MT_NEAREST_BYTES 16384
 
 // Sums of products may use fused multiply-add; nothing else may (-ffp-contract=off).
 #if defined(__clang__)
@@ -78,9 +74,7 @@ static inline void mt_gemm_rows(int rows, const Sum *a, int64_t a_m, int64_t a_k
 
 // Copies blocks of LANES x LANES values, rows of `in` to columns of `out`, in registers: log2(LANES) times, the values of
 // row i and of row i + LANES / 2 are dealt out in turns.
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-#define MT_TURNS
+#if defined(MT_SHUFFLES)
 template <int LANES, int HALF, typename Vector> static inline Vector mt_in_turns(Vector x, Vector y) {
   const int a = HALF * (LANES / 2), b = a + LANES;
   if constexpr (LANES == 16)
@@ -115,14 +109,13 @@ template <typename T> static void mt_turn(const T *in, int64_t in_row, T *out, i
   for (int r = 0; r < LANES; ++r) *(unaligned *)(out + r * out_row) = (unaligned)rows[r];
 }
 #endif
-#endif
 
 // Copies rows x columns values, as `To`, into `out` with rows `out_width` apart; the columns up to `width` become 0.
 template <typename To, typename From>
 MT_INLINE void mt_pack(const From *in, int64_t in_row, int64_t in_column, To *out, int64_t out_width, int64_t rows,
                        int64_t columns, int64_t width) {
   int64_t turned_rows = 0, turned_columns = 0;
-#if defined(MT_TURNS)
+#if defined(MT_SHUFFLES)
   if constexpr (mt_same<To, From>::value) {
     const int LANES = mt_tile<To>::LANES;
     if (in_row == 1) turned_rows = rows - rows % LANES, turned_columns = columns - columns % LANES;
@@ -152,6 +145,16 @@ static inline void mt_ask_for(const T *in, int64_t in_row, int64_t begin, int64_
       __builtin_prefetch((const char *)(in + r * in_row) + byte);
 }
 
+// Whether the rows of a panel of b can be read where they lie, and no worse: no row of a reads them a second time, or
+// they stay in the nearest cache. What a product also writes is packed first.
+template <typename T>
+static inline bool mt_panel_stays(const T *b, int64_t b_k, int64_t b_n, int64_t depth, const T *c, int64_t c_m,
+                                  int64_t c_n, int64_t m, int64_t n) {
+  int64_t rows_of_b = (depth - 1) * b_k + mt_tile<T>::WIDTH, of_c = (m - 1) * c_m + (n - 1) * c_n + 1;
+  bool near = m <= mt_tile<T>::ROWS || depth * b_k * (int64_t)sizeof(T) <= MT_NEAREST_BYTES;
+  return b_n == 1 && near && b_k > 0 && c_m >= 0 && c_n >= 0 && (b + rows_of_b <= c || c + of_c <= b);
+}
+
 template <typename A, typename B, typename C, typename Sum>
 static void mt_gemm_own(const A *a, const B *b, C *c, int64_t m, int64_t n, int64_t k, int64_t a_m, int64_t a_k,
                     int64_t b_k, int64_t b_n, int64_t c_m, int64_t c_n, int32_t clear) {
@@ -163,10 +166,16 @@ static void mt_gemm_own(const A *a, const B *b, C *c, int64_t m, int64_t n, int6
     for (int64_t j0 = 0; j0 < n; j0 += WIDTH) {
       int64_t columns = n - j0 < WIDTH ? n - j0 : WIDTH;
       const B *b_panel = b + p0 * b_k + j0 * b_n;
-      mt_pack(b_panel, b_k, b_n, panel, WIDTH, depth, columns, WIDTH);
+      const Sum *y = panel;
+      int64_t y_k = WIDTH;
+      if (mt_same<B, Sum>::value && mt_same<C, Sum>::value && columns == WIDTH &&
+          mt_panel_stays<Sum>((const Sum *)b_panel, b_k, b_n, depth, (const Sum *)c, c_m, c_n, m, n))
+        y = (const Sum *)b_panel, y_k = b_k;
+      else
+        mt_pack(b_panel, b_k, b_n, panel, WIDTH, depth, columns, WIDTH);
       for (int64_t i0 = 0; i0 < m; i0 += ROWS) {
         // The next panel comes near while this one is worked on: b's rows may be far apart, each in a page of its own.
-        if (n - j0 > WIDTH && b_n == 1)
+        if (n - j0 > WIDTH && b_n == 1 && y == panel)
           mt_ask_for(b_panel + WIDTH, b_k, depth * i0 / m, depth * (i0 + ROWS < m ? i0 + ROWS : m) / m, WIDTH);
         int rows = (int)(m - i0 < ROWS ? m - i0 : ROWS);
         const A *a_rows = a + i0 * a_m + p0 * a_k;
@@ -178,10 +187,10 @@ static void mt_gemm_own(const A *a, const B *b, C *c, int64_t m, int64_t n, int6
           x = converted, x_m = DEPTH, x_k = 1;
         }
         if (mt_same<C, Sum>::value && c_n == 1 && columns == WIDTH) {
-          mt_gemm_rows<Sum, ROWS>(rows, x, x_m, x_k, panel, WIDTH, (Sum *)c_tile, c_m, depth, load);
+          mt_gemm_rows<Sum, ROWS>(rows, x, x_m, x_k, y, y_k, (Sum *)c_tile, c_m, depth, load);
         } else {
           if (load) mt_pack(c_tile, c_m, c_n, edge, WIDTH, rows, columns, WIDTH);
-          mt_gemm_rows<Sum, ROWS>(rows, x, x_m, x_k, panel, WIDTH, edge, WIDTH, depth, load);
+          mt_gemm_rows<Sum, ROWS>(rows, x, x_m, x_k, y, y_k, edge, WIDTH, depth, load);
           for (int r = 0; r < rows; ++r)
             for (int64_t j = 0; j < columns; ++j) c_tile[r * c_m + j * c_n] = mt_as<C>(edge[r * WIDTH + j]);
         }

@@ -31,30 +31,28 @@ MT_INLINE float mt_between(float x, float low, float high) {
   return mt_bits<float>(below < bottom ? below : bottom);
 }
 
-// Adding it leaves the nearest integer in a float's lowest bits.
-#define MT_TO_INTEGER 12582912.0f
+// Adding it leaves the nearest integer in a float's lowest bits, and 254 more: two exponents of 0 as floats have them.
+#define MT_TO_INTEGER 12583166.0f
 
-// value * 2^n for a value near 1, where n, of the sign of `x`, is in the lowest bits of `integer`. The exponent goes up
-// first where n < 0, else down, so that it stays one of a normal float; the multiplication that takes that back ends in
-// a subnormal or infinity where it must.
-MT_INLINE float mt_scale_float32(float value, float integer, float x) {
-  int32_t aside = x < 0.0f ? 64 << 23 : -(1 << 23);
-  uint32_t shifted = mt_bits<uint32_t>(value) + (mt_bits<uint32_t>(integer) << 23) + (uint32_t)aside;
-  return mt_bits<float>(shifted) * mt_bits<float>((127 << 23) - aside);
+// value * 2^n for a value near 1, where n + 254 is in the lowest bits of `integer`. Half of n goes to each of two
+// powers of two, so that these are normal floats; the second product ends in a subnormal or infinity where it must.
+MT_INLINE float mt_scale_float32(float value, float integer) {
+  uint32_t both = mt_bits<uint32_t>(integer), half = both >> 1;
+  return value * mt_bits<float>(half << 23) * mt_bits<float>((both - half) << 23);
 }
 
 MT_INLINE float mt_exp_float32(float value) {
   float x = mt_between(value, -104.0f, 89.0f);
   float integer = mt_multiply_add(x, 1.44269504f, MT_TO_INTEGER), n = integer - MT_TO_INTEGER;
   float r = mt_multiply_add(n, 2.12194440e-4f, mt_multiply_add(n, -0.693359375f, x));
-  float result = mt_scale_float32(mt_exp_near_0(r), integer, x);
+  float result = mt_scale_float32(mt_exp_near_0(r), integer);
   return value == value ? result : value;
 }
 
 MT_INLINE float mt_exp2_float32(float value) {
   float x = mt_between(value, -151.0f, 129.0f);
   float integer = x + MT_TO_INTEGER, n = integer - MT_TO_INTEGER;
-  float result = mt_scale_float32(mt_exp_near_0((x - n) * 0.69314718f), integer, x);
+  float result = mt_scale_float32(mt_exp_near_0((x - n) * 0.69314718f), integer);
   return value == value ? result : value;
 }
 

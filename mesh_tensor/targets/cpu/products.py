@@ -1,0 +1,233 @@
+"""Products without loops beside them: a block that is set to 0 for a product is cleared by it, and one that is but a
+copy of another, for products that follow, isn't made.
+
+Only blocks of the kernel's own count: parameters may be the same memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from tvm import tirx
+from tvm.tirx.stmt_functor import ir_transform
+
+from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.nodes import int_or, is_const, nodes
+from mesh_tensor.tir.rewrite import sequence, statements
+
+from .exprs import GEMM, const
+
+#: Where the arguments of a product's call are.
+FACTORS, RESULT = (1, 2), 3
+_M, _N, _C_ROW, _C_COLUMN, _CLEAR = 4, 5, 11, 12, 13
+_LEAVES_LOOP = ("tirx.break_loop", "tirx.continue_loop")
+
+
+def lean_products(body: tirx.Stmt) -> tirx.Stmt:
+    """`body`, a re-targeted kernel, without loops that only prepare a block for a product."""
+    if not any(is_product(stmt) for stmt in nodes(body, tirx.Evaluate)):
+        return body
+    return _Lean(body).run()
+
+
+def map_sequences(stmt: tirx.Stmt, change: Callable[[list[tirx.Stmt]], list[tirx.Stmt]]) -> tirx.Stmt:
+    """`stmt` with `change` applied to the statements of every sequence in it, inner ones first."""
+    if isinstance(stmt, tirx.For):
+        body = map_sequences(stmt.body, change)
+        return tirx.For(stmt.loop_var, stmt.min, stmt.extent, tirx.ForKind.SERIAL, body, step=stmt.step)
+    if isinstance(stmt, tirx.While):
+        return tirx.While(stmt.condition, map_sequences(stmt.body, change))
+    if isinstance(stmt, tirx.IfThenElse):
+        else_case = None if stmt.else_case is None else map_sequences(stmt.else_case, change)
+        return tirx.IfThenElse(stmt.condition, map_sequences(stmt.then_case, change), else_case)
+    if isinstance(stmt, tirx.SeqStmt):
+        return sequence(change([map_sequences(part, change) for part in statements(stmt)]))
+    return stmt
+
+
+def own_blocks(body: tirx.Stmt) -> dict[tirx.Var, tirx.Buffer]:
+    """The kernel's own buffers, by their data."""
+    return {alloc.buffer.data: alloc.buffer for alloc in nodes(body, tirx.AllocBuffer)}
+
+
+def uses_of(data: tirx.Var, where: tirx.Stmt | tirx.PrimExpr) -> int:
+    """How often an access or a pointer is one to this memory."""
+    found = nodes(where, tirx.BufferLoad, tirx.BufferStore, tirx.Var)
+    return sum((use if isinstance(use, tirx.Var) else use.buffer.data).same_as(data) for use in found)
+
+
+def walks_all(loops: Sequence[tirx.For], indices: Sequence[tirx.PrimExpr], shape: Sequence[tirx.PrimExpr]) -> bool:
+    """Whether the indices are the loops' variables, in their order, and each loop goes over all of its dim."""
+    left = list(loops)
+    for index, size in zip(indices, shape, strict=True):
+        walked = bool(left) and index.same_as(left[0].loop_var) and is_const(left[0].min, 0) and left[0].step is None
+        if walked and int_or(left[0].extent, None) == int_or(size, -1):
+            left.pop(0)
+        elif not (is_const(index, 0) and is_const(size, 1)):
+            return False
+    return not left
+
+
+class _Lean:
+    def __init__(self, body: tirx.Stmt) -> None:
+        self._body = body
+        self._own = own_blocks(body)
+        self._gone: list[tirx.Var] = []
+
+    def run(self) -> tirx.Stmt:
+        body = map_sequences(self._body, self._without_copies)
+        if self._gone:
+            body = map_sequences(body, self._without_gone)
+        return map_sequences(body, self._without_zeros)
+
+    def _without_gone(self, parts: list[tirx.Stmt]) -> list[tirx.Stmt]:
+        return [p for p in parts if not (isinstance(p, tirx.AllocBuffer) and p.buffer.data in self._gone)]
+
+    def _without_zeros(self, parts: list[tirx.Stmt]) -> list[tirx.Stmt]:
+        place = 0
+        while place < len(parts):
+            store = whole_store(parts[place], self._own)
+            if store is not None and _is_zero(store.value):
+                after = _cleared(parts[place + 1 :], store.buffer)
+                parts = parts if after is None else [*parts[:place], *after]
+                place -= after is not None
+            place += 1
+        return parts
+
+    def _without_copies(self, parts: list[tirx.Stmt]) -> list[tirx.Stmt]:
+        place = 0
+        while place < len(parts):
+            after = self._without_copy(parts[place], parts[place + 1 :])
+            parts = parts if after is None else [*parts[:place], *after]
+            place += after is None
+        return parts
+
+    def _without_copy(self, copy: tirx.Stmt, after: Sequence[tirx.Stmt]) -> list[tirx.Stmt] | None:
+        """The statements `after` the copy of a block with products that read the block itself, if they can."""
+        store = whole_store(copy, self._own)
+        if store is None or not _is_copy(store, self._own):
+            return None
+        block, source = store.buffer.data, store.value.buffer
+        users = [place for place, stmt in enumerate(after) if uses_of(block, stmt)]
+        products = [_factors(after[place], block) for place in users]
+        if not users or 0 in products or uses_of(block, self._body) != 1 + sum(products):
+            return None
+        if any(_changes(stmt, source.data) for stmt in after[: users[-1] + 1]):
+            return None
+        self._gone.append(block)
+        return [_reading(stmt, block, source) if uses_of(block, stmt) else stmt for stmt in after]
+
+
+def is_product(stmt: tirx.Stmt) -> bool:
+    """Whether a statement is the call of a product."""
+    if not isinstance(stmt, tirx.Evaluate) or op_name(stmt.value) != "tirx.call_extern":
+        return False
+    return bool(stmt.value.args[0].value.startswith(GEMM))
+
+
+def whole_store(stmt: tirx.Stmt, own: dict[tirx.Var, tirx.Buffer]) -> tirx.BufferStore | None:
+    """The store of loops that do nothing but set every element of a block once."""
+    loops: list[tirx.For] = []
+    while isinstance(stmt, tirx.For):
+        loops.append(stmt)
+        stmt = stmt.body
+    if not isinstance(stmt, tirx.BufferStore) or not stmt.buffer.same_as(own.get(stmt.buffer.data)):
+        return None
+    return stmt if walks_all(loops, stmt.indices, stmt.buffer.shape) and not stmt.buffer.strides else None
+
+
+def _is_zero(value: tirx.PrimExpr) -> bool:
+    if isinstance(value, tirx.FloatImm):
+        return value.value == 0.0 and math.copysign(1.0, value.value) > 0
+    return is_const(value, 0)
+
+
+def _is_copy(store: tirx.BufferStore, own: dict[tirx.Var, tirx.Buffer]) -> bool:
+    """It stores the same element of another block of the same form."""
+    value, buffer = store.value, store.buffer
+    if not isinstance(value, tirx.BufferLoad) or value.buffer.data.same_as(buffer.data):
+        return False
+    source = value.buffer
+    same_form = source.dtype == buffer.dtype and [int(s) for s in source.shape] == [int(s) for s in buffer.shape]
+    is_whole = source.same_as(own.get(source.data)) and not source.strides
+    return same_form and is_whole and all(map(_same, value.indices, store.indices))
+
+
+def _same(a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
+    return a.same_as(b) or isinstance(a, tirx.IntImm) and is_const(b, int(a))
+
+
+def _cleared(after: Sequence[tirx.Stmt], buffer: tirx.Buffer) -> list[tirx.Stmt] | None:
+    """The statements with the first product that adds to all of `buffer` clearing it instead, if that is its first use
+    and surely happens."""
+    for place, stmt in enumerate(after):
+        if not uses_of(buffer.data, stmt):
+            continue
+        if isinstance(stmt, tirx.For):
+            changed = _cleared_in_first(stmt, buffer)
+        else:
+            changed = _clearing(stmt, const(1, "int32"), buffer)
+        return None if changed is None else [*after[:place], changed, *after[place + 1 :]]
+    return None
+
+
+def _cleared_in_first(loop: tirx.For, buffer: tirx.Buffer) -> tirx.Stmt | None:
+    """The same in the first iteration of a loop that has one."""
+    if int_or(loop.extent, 0) < 1 or loop.step is not None:
+        return None
+    parts = statements(loop.body)
+    place = next(place for place, part in enumerate(parts) if uses_of(buffer.data, part))
+    if any(op_name(call) in _LEAVES_LOOP for part in parts[:place] for call in nodes(part, tirx.Call)):
+        return None
+    changed = _clearing(parts[place], tirx.Cast("int32", tirx.EQ(loop.loop_var, loop.min)), buffer)
+    if changed is None:
+        return None
+    body = sequence([*parts[:place], changed, *parts[place + 1 :]])
+    return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, body)
+
+
+def _clearing(stmt: tirx.Stmt, when: tirx.PrimExpr, buffer: tirx.Buffer) -> tirx.Stmt | None:
+    """A product that adds to all of `buffer`, and has no other use for it, as one that clears it `when` that holds."""
+    if not is_product(stmt) or uses_of(buffer.data, stmt) != 1:
+        return None
+    args = list(stmt.value.args)
+    dst = args[RESULT].args[0]
+    sizes = [int_or(args[place], -1) for place in (_M, _N, _C_ROW, _C_COLUMN)]
+    rows, columns = math.prod(int(size) for size in buffer.shape) // max(sizes[1], 1), sizes[1]
+    whole = sizes == [rows, columns, columns, 1] and rows * columns == math.prod(int(size) for size in buffer.shape)
+    starts = dst.buffer.same_as(buffer) and all(is_const(index, 0) for index in dst.indices)
+    if not (whole and starts and is_const(args[_CLEAR], 0)):
+        return None
+    return tirx.Evaluate(tirx.Call(stmt.value.dtype, stmt.value.op, [*args[:_CLEAR], when]))
+
+
+def _factors(stmt: tirx.Stmt, block: tirx.Var) -> int:
+    """How often a product reads a block as a factor; 0 if the statement is none, or has another use for the block."""
+    if not is_product(stmt):
+        return 0
+    factors = sum(stmt.value.args[place].args[0].buffer.data.same_as(block) for place in FACTORS)
+    return factors if uses_of(block, stmt) == factors else 0
+
+
+def _changes(stmt: tirx.Stmt, block: tirx.Var) -> bool:
+    """Whether a statement may write a block: anything but a plain load or a factor of a product may."""
+    stored = any(store.buffer.data.same_as(block) for store in nodes(stmt, tirx.BufferStore))
+    if stored or any(var.same_as(block) for var in nodes(stmt, tirx.Var)):
+        return True
+    pointers = sum(_points_to(call, block) for call in nodes(stmt, tirx.Call))
+    factors = sum(_factors(part, block) for part in nodes(stmt, tirx.Evaluate))
+    return bool(pointers != factors)
+
+
+def _points_to(call: tirx.Call, block: tirx.Var) -> bool:
+    return op_name(call) == "tirx.address_of" and bool(call.args[0].buffer.data.same_as(block))
+
+
+def _reading(stmt: tirx.Stmt, block: tirx.Var, source: tirx.Buffer) -> tirx.Stmt:
+    """The statement with `source`'s elements for those of the block."""
+
+    def read(load: tirx.PrimExpr) -> tirx.PrimExpr | None:
+        return tirx.BufferLoad(source, load.indices) if load.buffer.data.same_as(block) else None
+
+    return ir_transform(stmt, None, read, ["tirx.BufferLoad"])
