@@ -344,3 +344,24 @@ class NestedFunctions:
             b = cls.layer(a, w, v)
             R.output(b)
         return b
+
+
+@pytest.mark.parametrize("layout", [{}, {"x": 0}], ids=str)
+def test_kernels_declared_with_other_strides(layout):
+    @T.prim_func
+    def doubled(x: T.handle, y: T.handle):
+        X = T.match_buffer(x, (13, 10), "float32", strides=(1, 13))
+        Y = T.match_buffer(y, (13, 10), "float32", strides=(12, 1))
+        for i, j in T.grid(13, 10):
+            with T.sblock("Y"):
+                vi, vj = T.axis.remap("SS", [i, j])
+                Y[vi, vj] = X[vi, vj] * T.float32(2)
+
+    def called(bb, env):
+        return relax.op.call_tir(
+            bb.add_func(doubled, "doubled"), [env["A"]], relax.TensorStructInfo((13, 10), "float32")
+        )
+
+    mod = module({"A": (13, 10)}, [("z", called)])
+    (data,) = operands(mod)
+    torch.testing.assert_close(mt.distribute_module(mod, {"x": 2}, {"A": layout})(data), data * 2)
