@@ -17,6 +17,7 @@ from tvm import arith, ir, tirx
 
 from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refuse, shown
 from mesh_tensor.base.sharding import ceildiv
+from mesh_tensor.tir.contiguous import with_contiguous_rows
 
 from .annotation import BufferAnnotation, is_int
 
@@ -25,9 +26,9 @@ _OUT_IDX_ATTR = "tilelang_out_idx"
 
 
 def check_kernel(func: Any) -> tirx.PrimFunc:
-    """`func`, if it is a PrimFunc, or a MeshTensorError with how one is made of it."""
+    """`func`, with contiguous rows, if it is a PrimFunc, or a MeshTensorError with how one is made of it."""
     if isinstance(func, tirx.PrimFunc):
-        return func
+        return with_contiguous_rows(func)
     func = _untuned(func)
     if isinstance(func, JITImpl):
         _refuse_jit(func)

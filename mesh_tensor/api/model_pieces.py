@@ -12,7 +12,7 @@ from typing import Any
 from tvm import ir
 
 from mesh_tensor.annotations.names import source_names
-from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.errors import MeshTensorError, did_you_mean, refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.topology import Topology
@@ -28,6 +28,7 @@ from mesh_tensor.simulation.stages import held_for_backward, tile_bytes, weights
 
 from . import strategies
 from .fragments import Options, StageFragments, training_fragments
+from .pipeline.results import check_loss
 from .pipeline.stated import stage_layouts
 
 _STEP = 4  # rows that are planned are powers of it; what is between them is interpolated
@@ -57,7 +58,6 @@ class ModelPieces:
     ) -> None:
         self.flow, self.inputs, self.machine = Flow(mod, function), tuple(inputs), machine
         self._symbols = ModuleSignature(self.flow.mod, function).symbols
-        self.layers = self._found_layers()
         self._weights = [name for name in self.flow.params if name not in inputs and self.flow.is_float(name)]
         self._known: dict[Shape, Model] = {}
         self._flows: dict[int, Flow] = {}
@@ -75,7 +75,9 @@ class ModelPieces:
         sizes = [self.weights[name][dim] for name, layout in self.model_layouts.items() for dim in layout.values()]
         return tuple(n for n in range(1, devices + 1) if n == 1 or (sizes and all(size % n == 0 for size in sizes)))
 
-    def _found_layers(self) -> Layers:
+    @cached_property
+    def layers(self) -> Layers:
+        """Those that the model repeats."""
         found = find_layers(self.flow, self.inputs)
         if found is None:
             refuse(
@@ -85,6 +87,17 @@ class ModelPieces:
                 fix="search its layouts alone: leave out batch",
             )
         return found
+
+    def check(self) -> None:
+        """Refuse inputs that the function doesn't have, and one that repeats no layers, or gives no loss."""
+        if missing := [name for name in self.inputs if name not in self.flow.params]:
+            refuse(
+                [f"there is no input {shown(name)}{did_you_mean(str(name), self.flow.params)}" for name in missing],
+                where=f"search over {self.flow.function!r}",
+                fix="give a list of the parameters that are no weights",
+            )
+        assert self.layers  # refused where there are none
+        check_loss(self.flow, f"search over {self.flow.function!r} with a batch")
 
     @cached_property
     def rows(self) -> int | None:

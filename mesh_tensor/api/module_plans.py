@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tvm import ir
 
 from mesh_tensor.annotations.module_annotations import ModuleAnnotations
+from mesh_tensor.annotations.names import relax_function
+from mesh_tensor.annotations.size_conditions import size_conditions
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.plan.fewer_layers import FewerLayers, fewer_layers
 from mesh_tensor.program.families import PlanFamilies
 from mesh_tensor.program.plan_module import ModulePlan, PlanOptions, plan_module
+from mesh_tensor.program.regions import Regions
+from mesh_tensor.program.size_terms import divisions
 from mesh_tensor.runtime.module_inputs import bound
 
 
@@ -30,7 +34,7 @@ class ModulePlans:
     strict: bool
     options: PlanOptions
     _known: Recent[tuple, ModulePlan] = field(default_factory=lambda: Recent(MODULE_SIZES))
-    _families: dict[frozenset[str], PlanFamilies] = field(default_factory=dict)
+    _sizers: dict[frozenset[str], Callable[[tuple[int, ...]], ModulePlan]] = field(default_factory=dict)
 
     def key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
         """The sizes in the order of the symbols."""
@@ -52,20 +56,33 @@ class ModulePlans:
         return plan
 
     def _sized(self, sizes: Mapping[Any, int], held: Collection[str]) -> ModulePlan:
-        """A plan for these sizes, as others of their family."""
+        """A plan for these sizes, as others of their family, or of their region."""
         names = frozenset(held)
-        if names not in self._families:
-            stated = self.stated
+        if names not in self._sizers:
+            self._sizers[names] = self._sizer(names)
+        return self._sizers[names](self.key(sizes))
 
-            def plan(key: tuple[int, ...], fewer: FewerLayers | None) -> ModulePlan:
-                module = None if fewer is None else fewer.module
-                return self.new(dict(zip(self.symbols, key, strict=True)), names, False, module)
+    def _sizer(self, held: Collection[str]) -> Callable[[tuple[int, ...]], ModulePlan]:
+        stated = self.stated
 
-            def fewer(copies: int) -> FewerLayers | None:
-                return fewer_layers(stated.module, self.function, stated.annotations, names, copies)
+        def plan(key: tuple[int, ...], fewer: FewerLayers | None) -> ModulePlan:
+            module = None if fewer is None else fewer.module
+            return self.new(dict(zip(self.symbols, key, strict=True)), held, False, module)
 
-            self._families[names] = PlanFamilies(plan, fewer)
-        return self._families[names].of(self.key(sizes))
+        def fewer(copies: int) -> FewerLayers | None:
+            return fewer_layers(stated.module, self.function, stated.annotations, held, copies)
+
+        families = PlanFamilies(plan, fewer)
+        func = relax_function(stated.module, self.function)
+        names, conditions = [var.name for var in self.symbols], size_conditions(func)
+
+        def allowed(sizes: Mapping[str, int]) -> bool:
+            return all(condition.holds(sizes) for condition in conditions)
+
+        found = divisions(func, names)
+        if found is None:
+            return families.of
+        return Regions(families.of, found, names, self.mesh.num_devices, allowed).of
 
     def new(
         self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool, module: ir.IRModule | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ def search(
     machine = machine_named(machine) or CPU
     topology = _topology(devices, batch is not None)
     count = devices.num_devices if isinstance(devices, (Mesh, Topology)) else devices
-    _check(count, objective, width, memory_limit)
+    _check(count, objective, width, memory_limit, seconds, progress)
     machine.check_holds(count, "the search")
     limit = machine.main_memory.size if memory_limit is None else memory_limit
     tried = _tried(count, topology, meshes, objective)
@@ -145,8 +146,8 @@ def search(
                 topology,
             ),
         )
-    if only:
-        refuse(f"{', '.join(only)} of a search without a batch", fix="say how many rows a batch has: batch=")
+    if trained := [*only, *["inputs"] * (inputs is not None), *["uneven"] * bool(uneven)]:
+        refuse(f"{', '.join(trained)} of a search without a batch", fix="say how many rows a batch has: batch=")
     evaluator = Evaluator(mod, function, machine)
     dims = named_dims(evaluator.graph, evaluator.atoms)
     asked = _question(evaluator.graph, machine, function)
@@ -163,7 +164,8 @@ def search(
             if told is not None:
                 told(number, len(tried))
     if not found:
-        refuse("no layout of the module can be planned", where=f"function {function!r}", fix="see mt.distribute_module")
+        evaluator.refuse_whole(tried[0])
+        refuse("no layout of the module was looked at", where=f"function {function!r}", fix="take more seconds")
     found = _best_in_full(sorted(dict.fromkeys(found), key=rank), evaluator, rank)
     _check_fits(found, limit, machine, tried)
     return Found(module, function, machine, tuple(dims), tuple(found), evaluator.planned, asked)
@@ -188,7 +190,8 @@ def _search_kernel(
         for mesh in tried:
             found += Beam(evaluator, dims, rank, width).run(mesh, lambda: time.monotonic() > end)
     if not found:
-        refuse("no layout of the kernel's buffers can be planned", fix="see what mt.compile says of one")
+        evaluator.refuse_whole(tried[0])
+        refuse("no layout of the kernel's buffers was looked at", fix="take more seconds")
     found = sorted(dict.fromkeys(found), key=rank)
     return FoundKernel(func, machine, tuple(dims), tuple(found), evaluator.planned)
 
@@ -243,15 +246,25 @@ def _rank(objective: str, limit: int) -> Callable[[Strategy], tuple]:
     return lambda s: (max(0, s.memory - limit), measure(s), s.time, s.memory, len(s.mesh.shape), str(s))
 
 
-def _check(devices: int, objective: str, width: int, memory_limit: int | None) -> None:
+def _check(
+    devices: object, objective: object, width: object, memory_limit: object, seconds: object, progress: object
+) -> None:
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         refuse(f"devices is {shown(devices)}", fix="give the number of devices")
-    if objective not in _OBJECTIVES:
+    if not isinstance(objective, str) or objective not in _OBJECTIVES:
         refuse(f"objective is {shown(objective)}", fix=f"it is one of {', '.join(_OBJECTIVES)}")
-    if not isinstance(width, int) or width < 1:
+    if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         refuse(f"width is {shown(width)}", fix="it is how many strategies are carried on, 4 if it is left out")
-    if not (memory_limit is None or (isinstance(memory_limit, (int, float)) and memory_limit > 0)):
+    if not (memory_limit is None or (_is_number(memory_limit) and memory_limit > 0)):  # type: ignore[operator]
         refuse(f"memory_limit is {shown(memory_limit)}", fix="give the bytes of a device that may be used")
+    if not _is_number(seconds) or math.isnan(seconds):  # type: ignore[arg-type]
+        refuse(f"seconds is {shown(seconds)}", fix="say after how many the search ends with what it has")
+    if not (isinstance(progress, bool) or callable(progress)):
+        refuse(f"progress is {shown(progress)}", fix="pass True, or a function of how many were looked at, and of all")
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool)
 
 
 def _topology(devices: int | Mesh | Topology, trained: bool) -> Topology | None:
@@ -268,6 +281,8 @@ def _tried(
 ) -> list[Mesh]:
     """The meshes of layouts."""
     if meshes is not None:
+        if isinstance(meshes, (str, Mapping)) or not isinstance(meshes, Sequence) or not meshes:
+            refuse(f"meshes is {shown(meshes)}", fix='give a list of the meshes to try, as [{"x": 4}], or leave it out')
         made = [Mesh(mesh) for mesh in meshes]
         sizes = {mesh: mesh.num_devices for mesh in made}
         if large := [f"{mesh} has {n} devices, the search {devices}" for mesh, n in sizes.items() if n > devices]:

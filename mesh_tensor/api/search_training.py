@@ -19,6 +19,7 @@ from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipelining.orders import SCHEDULES
+from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.searching.choices import DATA, Choice, Part, Space, runs_halves
 from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, layers_of, pareto
 from mesh_tensor.simulation import PipelineSimulation
@@ -184,6 +185,7 @@ def search_training(
     _check(batch, options)
     halves = any(runs_halves(name) for name in options.only.get("schedules", ()))
     pieces = ModelPieces(module.mod, options.function, options.inputs, machine, halves=halves)
+    pieces.check()
     composer = Composer(machine, options.states)
     choices = _choices(pieces, composer, devices, batch, options)
     if not choices:
@@ -191,10 +193,11 @@ def search_training(
         held = "" if options.topology is None else f", in stages on the meshes of {options.topology}"
         refuse(
             f"there is no way to train a batch of {batch} rows on {devices} devices{held}",
-            why=fixed or "what it is held to leaves nothing",
+            why=fixed or f"of data x model x stages, data divides the rows, and there are {pieces.layers.count} layers",
             fix="export the model with an open batch size"
             if fixed
-            else "allow more microbatches or schedules; meshes of a topology are of one size",
+            else "take other numbers of devices, rows or microbatches, more schedules, or uneven=True; "
+            "meshes of a topology are of one size",
         )
     known = {} if options.known is None else _read(options.known, machine, batch, options.function)
     found, sizes = _composed(choices, pieces, composer, batch, options, known)
@@ -274,11 +277,29 @@ def _check(batch: int, options: TrainingOptions) -> None:
     for name, values in options.only.items():
         if isinstance(values, str) or not isinstance(values, Sequence):
             wrong.append(f"{name}={shown(values)}, no list of what may be")
+        else:
+            known = _VALUES.get(name, lambda each: True)
+            wrong += [f"{name} has {shown(each)}" for each in values if not known(each)]
     given = options.only.get("schedules", ())
-    wrong += [f"there is no schedule {shown(n)}{did_you_mean(str(n), SCHEDULES)}" for n in given if n not in SCHEDULES]
+    given = () if isinstance(given, str) or not isinstance(given, Sequence) else given
+    names = [name for name in SCHEDULES if Schedule.named(name, meshes=2, microbatches=4).has_backward]
+    wrong += [f"there is no schedule {shown(n)}{did_you_mean(str(n), names)}" for n in given if n not in SCHEDULES]
+    wrong += [f"the schedule {n!r} has no backward" for n in given if n in SCHEDULES and n not in names]
     if wrong:
-        ways = "batch is a number of rows; states and finalists are counts, from 0 up; schedules are of"
-        refuse(wrong, where="search", fix=f"{ways} {listing(list(SCHEDULES))}")
+        ways = (
+            "batch is a number of rows; states and finalists are counts, from 0 up; microbatches and model have "
+            "numbers above 0, zero has 0, 1 and 3, recompute and sequence have True and False; schedules are of"
+        )
+        refuse(wrong, where="search", fix=f"{ways} {listing(names)}")
+
+
+_VALUES: Mapping[str, Callable[[Any], bool]] = {
+    "microbatches": lambda each: type(each) is int and each > 0,
+    "model": lambda each: type(each) is int and each > 0,
+    "zero": lambda each: type(each) is int and each in (0, 1, 3),
+    "recompute": lambda each: isinstance(each, bool),
+    "sequence": lambda each: isinstance(each, bool),
+}
 
 
 def _in_full(

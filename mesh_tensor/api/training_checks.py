@@ -20,7 +20,7 @@ from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.sequential import run_sequential
 from mesh_tensor.targets.dtypes import torch_dtype
 
-from .training_import import ImportedLoss, Tensors, WithLoss, loss_of
+from .training_import import ImportedLoss, Tensors, WithLoss, buffers_kept, loss_of
 
 _TOLERANCE = 1e-3  # of the largest element of a gradient, or of the loss
 _NARROW_TOLERANCE = 5e-2  # in 16 bits
@@ -84,16 +84,13 @@ def check_loss(
 ) -> None:
     """Refuse a step whose loss on the inputs, which are a whole batch, is not torch's. Where the model `drops`, both
     are taken without that."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.no_grad():
+    with torch.no_grad(), buffers_kept(model):
         if drops:
             program = torch.export.export(WithLoss(model, loss, []), tuple(t.view_as(t) for t in inputs), strict=False)
             expected = kept_whole(program).module()(*inputs)
             mod = without_dropout(mod, "main")
         else:
             expected = model(*inputs) if loss is None else loss(model(*inputs[:-1]), inputs[-1])
-        for buffer, kept in buffers:
-            buffer.copy_(kept)
     params = mod["main"].params
     given = {p.name_hint: tensor for p, tensor in zip(params, inputs, strict=False)} | dict(state)
     given |= {

@@ -74,12 +74,32 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = Tru
         )
     if not inputs:
         refuse("training_step without inputs", fix="pass example inputs, of the sizes that are trained with")
-    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-    try:
+    with buffers_kept(model) as before:
         with torch.set_grad_enabled(gradients):
-            value = model(*inputs) if loss is None else loss(model(*inputs[:-1]), inputs[-1])
+            value = _value(model, loss, inputs)
         written = {name: kept for name, (buffer, kept) in before.items() if not torch.equal(buffer, kept)}
         yield _imported(model, loss, inputs, written, value)
+
+
+def _value(model: nn.Module, loss: Loss, inputs: Tensors) -> torch.Tensor:
+    """The model's loss in torch."""
+    try:
+        return model(*inputs) if loss is None else loss(model(*inputs[:-1]), inputs[-1])
+    except Exception as error:  # whatever the model's own code raises
+        refuse(
+            f"the model, or its loss, raises on inputs of {' and '.join(str(tuple(one.shape)) for one in inputs)}",
+            where="training_step",
+            why=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            fix="pass inputs that it takes, the target last; with accumulate=, it has to take a microbatch",
+        )
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """The model's buffers, by name, with copies; afterwards they are as they were."""
+    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    try:
+        yield before
     finally:
         with torch.no_grad():
             for buffer, kept in before.values():

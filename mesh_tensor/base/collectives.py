@@ -174,10 +174,16 @@ def reach(machine: Machine, mesh: Mesh, axes: tuple[str, ...]) -> Reach:
             places.append((stride, size))
         stride *= size
     group = math.prod(size for _, size in places)
-    level = machine.links.index(machine.link(max((stride * size for stride, size in places), default=1)))
+    span = max((stride * size for stride, size in places), default=1)
+    level = machine.links.index(machine.link(span))
+    while level + 1 < len(machine.links) and _straddles(machine.links[level], span, stride):
+        level += 1
+    if _straddles(machine.links[level], span, stride):
+        machine.link(stride)  # says that nothing connects them
     crossed, inside = [], 1
     for link in machine.links[: level + 1]:
-        members = group if link.devices is None else _members(places, link.devices)
+        whole = link.devices is None or stride <= link.devices
+        members = group if whole else _members(places, link.devices or 1)
         if members > inside:
             crossed.append((link, inside))
         inside = members
@@ -193,9 +199,23 @@ def collective_time(machine: Machine, kind: str, nbytes: float, mesh: Mesh, axes
     return _TIMES[COLLECTIVES[kind].route](groups, nbytes) if groups.size > 1 else 0.0
 
 
+def _straddles(link: Link, span: int, devices: int) -> bool:
+    """Whether, of all groups that lie in `span` neighbours each, one lies in two of the blocks that a link connects."""
+    return link.devices is not None and devices > link.devices and link.devices % span > 0
+
+
 def _members(places: Sequence[tuple[int, int]], devices: int) -> int:
-    """How many members of a group lie in a block of `devices` neighbours."""
-    return math.prod(min(size, max(1, devices // stride)) for stride, size in places)
+    """How many members of a group lie in a block of `devices` neighbours; where blocks have other numbers of them, the
+    fewest, whose links the others wait for."""
+    return math.prod(_along(stride, size, devices) for stride, size in places)
+
+
+def _along(stride: int, size: int, devices: int) -> int:
+    """The same of every `stride`-th device, `size` of them."""
+    most = max(1, devices // stride)
+    if devices % (stride * size) == 0 or size % most == 0 and size > most:
+        return min(size, most)
+    return math.gcd(size, most) if size > most or devices % stride == 0 else 1
 
 
 def _ring(groups: Reach, nbytes: float) -> float:

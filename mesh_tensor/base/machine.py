@@ -169,10 +169,11 @@ class Machine:
     def __hash__(self) -> int:
         return hash((self.name, self.memory, self.links))
 
-    def peak(self, dtype: str) -> float:
-        """Operations per second on `dtype`, or on all formats of its size (`float8`); integers and booleans count as
-        float32."""
-        wanted = str(dtype) if is_float(dtype) else "float32"
+    def peak(self, dtype: object) -> float:
+        """Operations per second on `dtype`, by its name or as torch's, or on all formats of its size (`float8`);
+        integers and booleans count as float32."""
+        wanted = str(dtype).removeprefix("torch.")
+        wanted = wanted if is_float(wanted) else "float32"
         if wanted not in self.flops:
             wanted = wanted.partition("_")[0]
         if wanted not in self.flops:

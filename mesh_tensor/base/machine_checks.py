@@ -27,6 +27,8 @@ def unfit_parts(machine: Machine, parts: Mapping[str, type]) -> Iterable[str]:
             items = value
         else:
             items = () if name == "classes" else (value,)
+            if isinstance(value, kind):
+                yield f"{name} is {shown(value)}, no list of them"
         yield from (f"{name} has {shown(item)}, no {kind.__name__}" for item in items if not isinstance(item, kind))
 
 
@@ -38,6 +40,7 @@ def problems_of(machine: Machine) -> Iterable[str]:
         yield "no rate of operations (flops)"
     if not machine.memory:
         yield "no memory"
+    yield from _names(machine)
     yield from _above_zero({f"flops of {dtype}": rate for dtype, rate in machine.flops.items()})
     for number, level in enumerate(machine.memory):
         yield from _above_zero({f"memory[{number}].size": level.size, f"memory[{number}].rate": level.rate})
@@ -60,6 +63,19 @@ def problems_of(machine: Machine) -> Iterable[str]:
         yield from _above_zero({f"flops of class {name}": roofline.flops, f"memory of class {name}": roofline.memory})
         yield from _from_zero({f"start of class {name}": roofline.start})
     yield from _above_zero({f"tuning.{name}": number for name, number in vars(machine.tuning).items()})
+
+
+def _names(machine: Machine) -> Iterable[str]:
+    """What is wrong with the names of its parts: links are streams of a device beside its own."""
+    for what in ("flops", "classes", "sources"):
+        names = list(getattr(machine, what))
+        yield from (f"{what} has the name {shown(name)}, no text" for name in names if not isinstance(name, str))
+    yield from (f"a link's name is {shown(e.name)}" for e in machine.links if not isinstance(e.name, str) or not e.name)
+    links = [link.name for link in machine.links if isinstance(link.name, str)]
+    counts = {name: links.count(name) for name in links}
+    yield from (f"{count} links are called {name!r}" for name, count in counts.items() if count > 1)
+    if "device" in links:
+        yield "a link is called 'device', as what a device computes is"
 
 
 def _whole(counts: Mapping[str, object]) -> Iterable[str]:

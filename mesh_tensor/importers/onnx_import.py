@@ -21,39 +21,50 @@ from mesh_tensor.annotations.names import renamed_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
 
 from .imported import ImportedModule, identifiers
-from .onnx_recurrent import CELLS, check_sizes, recurrent_nodes, settle_names
+from .onnx_converters import convert, opset_of
+from .onnx_folding import fold
+from .onnx_recurrent import CELLS
+from .onnx_rewrites import REWRITES, Facts, rewritten
+from .onnx_sizes import check_sizes, inferred, settle_names, sizes_of
 
 _WHOLE = {6, 7}  # onnx.TensorProto's int32 and int64
 _FEW = 64
+_OTHERS = ("com.microsoft",)  # domains with operators that TVM's importer knows, by their names alone
 
 
 def import_onnx(path: str | os.PathLike[str], shapes: Mapping[str, Sequence[int]] | None = None) -> ImportedModule:
     """The Relax module of an ONNX file: `mesh_tensor.from_onnx`, without its check of results."""
-    onnx, frontend = _packages()
-    model = _loaded(onnx, path)
+    onnx = _package()
+    model, shapes = _loaded(onnx, path), shapes or {}
     try:
         model = _with_known_operators(onnx, model)
-        graph = model.graph
-        settle_names(graph)
-        _settle(onnx, graph)
-    except (IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        _check_domains(model.graph)
+        settle_names(model.graph)
+        _check_shapes(onnx, model, shapes, path)
+        _settle(onnx, model, shapes)
+    except (IndexError, KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         _refuse_import(error, path)  # a node without what its operator has, or without a type
+    graph = model.graph
     names = identifiers([t.name for t in graph.initializer], [])
     places = {name: f"p{index}_" for index, name in enumerate(names)}
     inputs = [value.name for value in graph.input if value.name not in places]
     names = identifiers([*inputs, *places], [])
-    unknown = [name for name in shapes or {} if name not in inputs]
-    if unknown:
-        refuse([f"`shapes` has {name!r}, which is no input" for name in unknown], fix=f"the inputs are {inputs}")
-    check_sizes(onnx, model, shapes or {}, os.fspath(path))
     _rename(graph, places)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
-            mod = frontend(model, shape_dict=dict(shapes or {}), keep_params_in_input=True, sanitize_input_names=False)
+            mod = convert(onnx, model, shapes)
         except Exception as error:  # TVM's importer raises what it happens to meet
             _refuse_import(error, path)
     return _named(mod, names, {places[name]: name for name in places})
+
+
+def _check_shapes(onnx: Any, model: Any, shapes: Mapping[str, Sequence[int]], path: str | os.PathLike[str]) -> None:
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value.name for value in model.graph.input if value.name not in weights]
+    if unknown := [name for name in shapes if name not in inputs]:
+        refuse([f"`shapes` has {name!r}, which is no input" for name in unknown], fix=f"the inputs are {inputs}")
+    check_sizes(onnx, model, shapes, os.fspath(path))
 
 
 def _refuse_import(error: Exception, path: str | os.PathLike[str]) -> NoReturn:
@@ -62,14 +73,11 @@ def _refuse_import(error: Exception, path: str | os.PathLike[str]) -> NoReturn:
     refuse(f"the model can't be imported: {error}", where=str(path), fix="export it with other operators")
 
 
-def _packages() -> tuple[Any, Any]:
-    """The package onnx, and TVM's importer."""
+def _package() -> Any:
     try:
-        onnx = importlib.import_module("onnx")
-        module = importlib.import_module("tvm.relax.frontend.onnx")
+        return importlib.import_module("onnx")
     except ImportError as error:
         refuse("from_onnx needs the package onnx", why=str(error), fix="pip install onnx")
-    return onnx, module.from_onnx
 
 
 def _loaded(onnx: Any, path: str | os.PathLike[str]) -> Any:
@@ -84,21 +92,39 @@ def _loaded(onnx: Any, path: str | os.PathLike[str]) -> Any:
 
 
 def _with_known_operators(onnx: Any, model: Any) -> Any:
-    """The model, in which functions (its own, and operators that onnx defines by others) are written out, unless TVM's
-    importer has them."""
+    """The model, in which functions (its own, and operators that onnx defines by others) are written out, unless they
+    are known here or to TVM's importer, whose `Attention` is not ONNX's."""
     table = importlib.import_module("tvm.relax.frontend.onnx.onnx_frontend")._get_convert_map()
-    if not model.functions and all(node.op_type in table for node in model.graph.node):
+    known = {*table, *REWRITES, *CELLS} - {"Attention"}
+    if not model.functions and all(node.op_type in known or node.domain in _OTHERS for node in model.graph.node):
         return model
     typed = importlib.import_module("onnx.shape_inference").infer_shapes(model)
     make = onnx.helper.make_tensor_value_info  # the inliner asks for the types of all that operators take
     typed.graph.value_info.extend(make(t.name, t.data_type, t.dims) for t in model.graph.initializer)
     inliner = importlib.import_module("onnx.inliner")
-    return inliner.inline_selected_functions(typed, [("", name) for name in {*table, *_REWRITTEN}], True, True)
+    return inliner.inline_selected_functions(typed, [("", name) for name in known], True, True)
 
 
-def _settle(onnx: Any, graph: Any) -> None:
+def _check_domains(graph: Any) -> None:
+    """Refuse operators of others: TVM's importer goes by their names alone."""
+    foreign = [
+        f"operator {node.op_type!r} is of the domain {node.domain!r}"
+        for node in graph.node
+        if node.domain not in ("", "ai.onnx", *_OTHERS)
+    ]
+    if foreign:
+        fix = "export it with ONNX's own operators, or with a function that says what it is made of"
+        refuse(sorted(set(foreign)), where="the ONNX model", fix=fix)
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in [attribute.g, *attribute.graphs]:
+                _check_domains(inner)
+
+
+def _settle(onnx: Any, model: Any, shapes: Mapping[str, Sequence[int]]) -> None:
     """Make constants of what is no weight but says how operators work (sizes, axes, counts), which TVM's importer has
     to know; and write some operators as it reads them."""
+    graph, opset = model.graph, opset_of(model)
     results = {value.name for value in graph.output}
     small = [
         tensor
@@ -110,174 +136,24 @@ def _settle(onnx: Any, graph: Any) -> None:
         kept = [value for value in values if value.name not in settled]
         del values[:]
         values.extend(kept)
-    nodes = [_constant(onnx, name, tensor) for name, tensor in settled.items()]
-    for node in graph.node:
-        rewrite = _REWRITTEN.get(node.op_type)
-        nodes += rewrite(onnx, graph, settled, node) if rewrite else [node]
+    made = [onnx.helper.make_node("Constant", [], [name], value=tensor) for name, tensor in settled.items()]
+    plain = Facts(opset, {}, {})
+    _replace(graph, [*made, *(new for node in graph.node for new in _of_numbers(onnx, node, plain))])
+    constants = fold(onnx, model, shapes)
+    types = {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in graph.initializer}
+    types |= {name: (kind, sizes) for name, kind, sizes in sizes_of(inferred(onnx, model, shapes))}
+    used = {name for node in graph.node for name in node.input} | results
+    facts = Facts(opset, constants, types, frozenset(used))
+    _replace(graph, [new for node in graph.node for new in rewritten(onnx, node, facts)])
+
+
+def _of_numbers(onnx: Any, node: Any, facts: Facts) -> list[Any]:
+    return rewritten(onnx, node, facts) if node.op_type == "Constant" else [node]
+
+
+def _replace(graph: Any, nodes: list[Any]) -> None:
     del graph.node[:]
     graph.node.extend(nodes)
-
-
-def _layer_norm(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
-    """With a bias: without one, TVM's importer takes the wrong size."""
-    scale = next((tensor for tensor in graph.initializer if tensor.name == node.input[1]), None)
-    if scale is None or "".join(node.input[2:]):
-        return [node]
-    name = f"{node.output[0]}_bias"
-    node.input[2:] = [name]
-    zeros = onnx.helper.make_tensor(name, scale.data_type, scale.dims, [0.0] * math.prod(scale.dims))
-    return [_constant(onnx, name, zeros), node]
-
-
-def _topk(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
-    """With a count that is no vector, which TVM's importer can't take the number out of; it makes int32 of indices."""
-    count = settled.get(node.input[1]) or _made(graph, node.input[1])
-    if count is None:
-        return [node]
-    name, indices = (f"{node.output[1]}_{what}" for what in ("count", "int32"))
-    cast = onnx.helper.make_node("Cast", [indices], [node.output[1]], to=onnx.TensorProto.INT64)
-    node.input[1], node.output[1] = name, indices
-    count = onnx.helper.make_tensor(name, count.data_type, [], onnx.numpy_helper.to_array(count).flatten())
-    return [_constant(onnx, name, count), node, cast]
-
-
-def _one_hot(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
-    """With the indices that count from the end as those from the start, which TVM's importer does not know, and a depth
-    that is no vector."""
-    count = settled.get(node.input[1]) or _made(graph, node.input[1])
-    if count is None:
-        return [node]
-    make, where = onnx.helper.make_node, node.output[0]
-    whole, zero, depth, negative, from_start, places = (
-        f"{where}_{n}" for n in ("i", "zero", "depth", "neg", "up", "at")
-    )
-    number = onnx.numpy_helper.to_array(count).astype(np.int64).flatten()
-    constants = {zero: [0], depth: number}
-    made = [
-        _constant(onnx, name, onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [], value))
-        for name, value in constants.items()
-    ]
-    steps = [
-        make("Cast", [node.input[0]], [whole], to=onnx.TensorProto.INT64),
-        make("Less", [whole, zero], [negative]),
-        make("Add", [whole, depth], [from_start]),
-        make("Where", [negative, from_start, whole], [places]),
-    ]
-    node.input[0], node.input[1] = places, depth
-    return [*made, *steps, node]
-
-
-def _is_inf(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
-    """Of both signs: TVM's importer leaves out which ones."""
-    if any(attribute.i == 0 for attribute in node.attribute):
-        refuse("IsInf of one sign is not supported", where=f"node {node.name or node.output[0]!r}", fix="compare")
-    return [node]
-
-
-def _rms_norm(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
-    """In smaller operators: x / sqrt(mean(x * x) + epsilon) * scale over the last dims."""
-    scale = next((tensor for tensor in graph.initializer if tensor.name == node.input[1]), None)
-    given = {attribute.name: attribute for attribute in node.attribute}
-    axis = given["axis"].i if "axis" in given else -1
-    if scale is None or axis >= 0:
-        return [node]
-    x, made = node.input[0], node.output[0]
-    epsilon = given["epsilon"].f if "epsilon" in given else 1e-5
-    names = [f"{made}_{what}" for what in ("square", "mean", "sum", "root", "unit", "epsilon", "axes")]
-    square, mean, total, root, unit, small, axes = names
-    make = onnx.helper.make_node
-    return [
-        _constant(onnx, small, onnx.helper.make_tensor(small, scale.data_type, [], [epsilon])),
-        _constant(onnx, axes, onnx.helper.make_tensor(axes, onnx.TensorProto.INT64, [-axis], range(axis, 0))),
-        make("Mul", [x, x], [square]),
-        make("ReduceMean", [square, axes], [mean]),
-        make("Add", [mean, small], [total]),
-        make("Sqrt", [total], [root]),
-        make("Div", [x, root], [unit]),
-        make("Mul", [unit, node.input[1]], [made]),
-    ]
-
-
-def _dropout(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
-    """As for inference, where nothing is dropped."""
-    if len(node.input) > 2 and node.input[2] or len(node.output) > 1 and node.output[1]:
-        return [node]
-    return [onnx.helper.make_node("Identity", node.input[:1], node.output[:1])]
-
-
-def _group_norm(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
-    """As instances of a channel per group, whose results are scaled per channel."""
-    shape = _shape(graph, node.input[0])
-    options = {attribute.name: attribute for attribute in node.attribute}
-    groups = options["num_groups"].i
-    epsilon = options["epsilon"].f if "epsilon" in options else 1e-5
-    if shape is None or not isinstance(shape[1], int) or sum(not isinstance(size, int) for size in shape[2:]) > 1:
-        refuse(
-            f"a group norm of a tensor of shape {shape}",
-            where=f"node {node.name or node.output[0]!r}",
-            fix="settle its sizes by `shapes`",
-        )
-    made, helper = node.output[0], onnx.helper
-    kind = next((t.data_type for t in graph.initializer if t.name == node.input[1]), onnx.TensorProto.FLOAT)
-    names = [
-        f"{made}_{what}" for what in ("flat", "ones", "zeros", "grouped", "unit", "back", "column", "scale", "bias")
-    ]
-    flat, ones, zeros, grouped, unit, back, column, scale, bias = names
-    whole = [0, shape[1], *(size if isinstance(size, int) else -1 for size in shape[2:])]
-    numbers = {flat: [0, groups, -1], back: whole, column: [-1, *[1] * (len(shape) - 2)]}
-    return [
-        *(
-            _constant(onnx, name, helper.make_tensor(name, onnx.TensorProto.INT64, [len(value)], value))
-            for name, value in numbers.items()
-        ),
-        *(
-            _constant(onnx, name, helper.make_tensor(name, kind, [groups], [value] * groups))
-            for name, value in ((ones, 1.0), (zeros, 0.0))
-        ),
-        helper.make_node("Reshape", [node.input[0], flat], [grouped]),
-        helper.make_node("InstanceNormalization", [grouped, ones, zeros], [f"{unit}_grouped"], epsilon=epsilon),
-        helper.make_node("Reshape", [f"{unit}_grouped", back], [unit]),
-        helper.make_node("Reshape", [node.input[1], column], [scale]),
-        helper.make_node("Reshape", [node.input[2], column], [bias]),
-        helper.make_node("Mul", [unit, scale], [f"{unit}_scaled"]),
-        helper.make_node("Add", [f"{unit}_scaled", bias], [made]),
-    ]
-
-
-def _recurrent(onnx: Any, graph: Any, settled: Mapping[str, Any], node: Any) -> list[Any]:
-    """Step by step."""
-    return recurrent_nodes(onnx, node, _shape(graph, node.input[0]))
-
-
-def _shape(graph: Any, name: str) -> list[int | str] | None:
-    """The sizes of a value, open ones by name; None if nothing tells."""
-    for value in (*graph.input, *graph.value_info):
-        if value.name == name and value.type.tensor_type.HasField("shape"):
-            dims = value.type.tensor_type.shape.dim
-            return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims]
-    return None
-
-
-_REWRITTEN = {
-    "GroupNormalization": _group_norm,
-    **dict.fromkeys(CELLS, _recurrent),
-    "Dropout": _dropout,
-    "RMSNormalization": _rms_norm,
-    "LayerNormalization": _layer_norm,
-    "TopK": _topk,
-    "OneHot": _one_hot,
-    "IsInf": _is_inf,
-}
-
-
-def _constant(onnx: Any, name: str, tensor: Any) -> Any:
-    return onnx.helper.make_node("Constant", [], [name], value=tensor)
-
-
-def _made(graph: Any, name: str) -> Any:
-    """The tensor of the Constant of that name."""
-    nodes = [node for node in graph.node if node.op_type == "Constant" and node.output[0] == name]
-    return next((attribute.t for node in nodes for attribute in node.attribute if attribute.name == "value"), None)
 
 
 def _rename(graph: Any, names: Mapping[str, str]) -> None:

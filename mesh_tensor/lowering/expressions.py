@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tvm import arith, ir, tirx
+from tvm import ir, tirx
 
 from mesh_tensor.base.window import Window
 from mesh_tensor.rules.kernel.lookups import without_wrap
+from mesh_tensor.rules.kernel.prover import RangeProver
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement
 from mesh_tensor.tir.effects import thread_indices
@@ -26,7 +27,7 @@ class ValueRewriter:
         self.block_offsets = self._find_offsets([s for s in splits if s.factor.aligned is not None])
         self.accesses = self._find_accesses()
         self._ragged = any(not split.even or shrink.overruns(split) for split in splits)
-        self._ranges: arith.Analyzer | None = None
+        self._ranges: RangeProver | None = None
 
     def rewrite(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
         """The expression with split loops' variables at global coordinates, but for the indices of tiles."""
@@ -133,7 +134,7 @@ class ValueRewriter:
     def _on_all_devices(self, condition: tirx.PrimExpr) -> bool:
         """Whether it holds for all values of the loops' variables and the devices' coordinates."""
         if self._ranges is None:
-            self._ranges = arith.Analyzer()
+            self._ranges = RangeProver()
             for split in self.splits.values():
                 for axis in split.axes:
                     here, count = split.coordinates[axis], split.coordinates.mesh.size(axis)
@@ -184,10 +185,17 @@ class ValueRewriter:
                 outer, step = form.ordered[0]
                 inner, _ = form.ordered[-1]
                 if split.factor.aligned is not None:
-                    offsets[outer] = outer + (split.offset if step == 1 else tirx.floordiv(split.offset, step))
+                    blocks = split.offset if step == 1 else tirx.floordiv(split.offset, step)
+                    offsets[outer] = _shifted(outer, blocks)
                 else:
-                    offsets[inner] = inner + split.offset
+                    offsets[inner] = _shifted(inner, split.offset)
         return offsets
+
+
+def _shifted(var: tirx.Var, offset: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The variable at its place behind an offset, which is of the dtype that sizes have; it keeps its own."""
+    place = var + offset
+    return place if place.dtype == var.dtype else place.astype(var.dtype)
 
 
 def _key(access: Access | tirx.BufferLoad) -> tuple:

@@ -38,7 +38,9 @@ def rule(kernel: Annotated) -> Ruled:
     if kernel.reading.over_tiles:
         analysis = analysis.over_tiles()
     whole = dict.fromkeys(refined.inner_dims(), "groups can be split, but not what is in a group")
-    analysis = replace(analysis, windows=_of_own_dims(refined, analysis.windows))
+    windows = _of_own_dims(refined, analysis.windows)
+    if len(windows) < len(analysis.windows):
+        analysis = replace(analysis, windows=windows)
     return Ruled(kernel, refined, analysis, asked_of_refined(refined, kernel.asked), whole)
 
 

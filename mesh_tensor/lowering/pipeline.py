@@ -13,7 +13,7 @@ A pass gives a record, or says what no axis can split after all: then the kernel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,11 +23,13 @@ from mesh_tensor.annotations.annotate import read_annotations
 from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.recent import made_once
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.prices import prices_on
 from mesh_tensor.plan.tir_rule import Sizes
 from mesh_tensor.rules.kernel.factor_derivation import Dim
-from mesh_tensor.rules.kernel.normalize import normalize
+from mesh_tensor.rules.kernel.normalize import ANALYSES, normalize
 from mesh_tensor.rules.kernel.statements import buffer_params, without_binds
 from mesh_tensor.tir.grids import grids_of
 from mesh_tensor.tir.nodes import function_name, loads
@@ -38,7 +40,7 @@ from .layouts import Lowered, explicit
 from .localize import make_local
 from .original_dims import rule
 from .parts import cut_up
-from .stages import Annotated, LocalParts, Part, Parts, Ruled, Unsplittable
+from .stages import Annotated, LocalPart, LocalParts, Part, Parts, Ruled, Unsplittable
 from .verify import enabled, explicit_problems, local_problems, raise_on
 from .view import over_tiles, read_view, refuse_views_of_tiles
 
@@ -210,10 +212,24 @@ def _local(record: LocalParts) -> Iterator[str]:
     """No access leaves its tile; no global extent bounds a loop over a split factor."""
     kernel = record.cut.ruled.kernel
     for local in record.parts:
-        analysis, assignment = local.part.analysis, local.part.assignment
-        over_tiles = kernel.reading.over_tiles
-        for problem in local_problems(local.func, analysis, assignment, kernel.mesh, over_tiles=over_tiles):
+        for problem in _of_part(_Made(local.func, local, kernel.mesh, kernel.reading.over_tiles)):
             yield f"{function_name(local.func)}: {problem}"
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A part in local view; two with the same function were made of the same choice."""
+
+    func: tirx.PrimFunc
+    local: LocalPart = field(compare=False)
+    mesh: Mesh = field(compare=False)
+    over_tiles: bool = field(compare=False)
+
+
+@made_once(ANALYSES)
+def _of_part(made: _Made) -> list[str]:
+    part = made.local.part
+    return local_problems(made.func, part.analysis, part.assignment, made.mesh, over_tiles=made.over_tiles)
 
 
 _CHECKS: dict[type, Callable[[Any], Any]] = {

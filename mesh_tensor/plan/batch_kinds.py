@@ -38,10 +38,10 @@ class Rows:
 @dataclass(frozen=True)
 class Sum:
     """The batch's value is the sum of the parts'. `elements`: of how many elements it is one, in a part; 0: of others
-    at each place. `by`: what it is divided by, of numbers that may have been read off a part."""
+    at each place. `by`: what it is divided by, of numbers that may have been read off a part; 0: by none."""
 
     elements: int
-    by: int = 1
+    by: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def _of_sums(node: Node, rule: OpRule, added: dict[int, Sum | Mean]) -> list[Kin
         fixed = " and ".join(node.inputs[i].name for i in sorted(together - waiting))
         return mixed(node, f"adds {fixed}, which is the same for all rows, to {names}, a sum over them")
     sums = [kind for kind in added.values() if isinstance(kind, Sum)]
-    each, by = {kind.elements for kind in sums}, math.lcm(*(kind.by for kind in sums))
-    elements = each.pop() if len(each) == 1 else 0
+    each, numbers = {kind.elements for kind in sums}, [kind.by for kind in sums if kind.by]
+    elements, by = each.pop() if len(each) == 1 else 0, math.lcm(*numbers) if numbers else 0
     return [Sum(elements * _summed(node, rule, added, number), by) for number in range(len(node.outputs))]
 
 

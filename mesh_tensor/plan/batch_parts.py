@@ -258,11 +258,11 @@ class _Kinds:
         if not count or abs(number - count) > 1e-6 * abs(count) or count % self._counted or self.quotients == "sum":
             return made
         if isinstance(within, Sum):
-            return with_kind(made, quotient(node, replace(within, by=within.by * abs(count)), self.quotients))
+            return with_kind(made, quotient(node, replace(within, by=(within.by or 1) * abs(count)), self.quotients))
         if not isinstance(within, (Rows, Divided)) or not self.rules[node].linear:
             return made
-        rows, before = (within.rows, within.count) if isinstance(within, Divided) else (within, 1)
-        return with_kind(made, Divided(rows, before * abs(count)))
+        before = within if isinstance(within, Divided) else Divided(within, 1)
+        return with_kind(made, replace(before, count=before.count * abs(count)))
 
     def _varying(self, value: Value) -> frozenset[int]:
         """The dims along which a parameter, a constant or a total may vary."""

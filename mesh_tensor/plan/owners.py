@@ -107,6 +107,8 @@ def taken_by_owners(
     if made is None and any(axis in decision.split for axis, _ in parts):
         return None
     places = _places(factors, rule.outputs[0])
+    if (look_up := look_up_of(node)) is not None and look_up.table in waiting and made is not None:
+        return None  # its rows are split, and are no parts then
     if made is not None:
         same = made.parts == parts and made.owner is not None and made.owner.tokens == places
         return made if same and zero and made.owner is not None and _key(made.owner) == _key(found[0]) else None

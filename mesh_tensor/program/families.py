@@ -60,7 +60,7 @@ class PlanFamilies:
             small = self._tried(sizes, fewer)
             family = None if small is None else family_of(whole, small, fewer.stands)
             if small is not None and family is not None:
-                self._known.put(_outline(small), family)
+                self._known.put(outline(small), family)
                 self._small = fewer
                 return
         self._is_whole = True
@@ -76,11 +76,11 @@ class PlanFamilies:
         """The plan that another one of the family is for these sizes, if there is one."""
         if self._small is None or (small := self._tried(sizes, self._small)) is None:
             return None
-        outline = _outline(small)
-        family = self._known.get(outline)
+        kind = outline(small)
+        family = self._known.get(kind)
         if family is None:
             whole = self._plan(sizes, None)
-            self._known.put(outline, family_of(whole, small, self._small.stands) or _None())
+            self._known.put(kind, family_of(whole, small, self._small.stands) or _None())
             return whole
         return None if isinstance(family, _None) else family.sized(small, lambda: self._plan(sizes, None).stages())
 
@@ -89,7 +89,7 @@ class _None:
     """No family."""
 
 
-def _outline(plan: ModulePlan) -> Hashable:
+def outline(plan: ModulePlan) -> Hashable:
     """All of a plan that is the same for all sizes of a family."""
     program = plan.made.program
     values = tuple([(v.name, len(v.shape), v.dtype, v.sharding, v.storage, v.slab) for v in program.values.values()])

@@ -52,7 +52,7 @@ class Family:
         whole, before = self.whole.made, self.small.made.program.values
         moved = {name for name, value in values.items() if value.shape != before[name].shape}
         sized = {
-            name: _shaped(value, values[self.values[name]].shape) if self.values[name] in moved else value
+            name: shaped(value, values[self.values[name]].shape) if self.values[name] in moved else value
             for name, value in whole.program.values.items()
         }
         made = [
@@ -60,7 +60,7 @@ class Family:
             for step, number in zip(whole.program.steps, self.steps, strict=True)
         ]
         program = replace(
-            whole.program, values=sized, steps=tuple(made), decided=lambda: _decided(known().made.program)
+            whole.program, values=sized, steps=tuple(made), decided=lambda: decided_in(known().made.program)
         )
         ports = zip(self.whole.ports, self.ports, strict=True)
         checks = zip(self.whole.index_checks, self.checks, strict=True)
@@ -79,17 +79,17 @@ class Family:
         before, made = self.small.made.constants, dict(self.whole.made.constants)
         for name in made:
             mine = self.values[name]
-            if not _same_data(before[mine], small.constants[mine]):
+            if not same_data(before[mine], small.constants[mine]):
                 made[name] = small.constants[mine]
         return made
 
 
-def _decided(program: Program) -> Any:
+def decided_in(program: Program) -> Any:
     assert program.decided is not None
     return program.decided()
 
 
-def _shaped(value: ProgramValue, shape: tuple[int, ...]) -> ProgramValue:
+def shaped(value: ProgramValue, shape: tuple[int, ...]) -> ProgramValue:
     return ProgramValue(value.name, shape, value.dtype, value.sharding, value.storage, value.slab)
 
 
@@ -230,7 +230,7 @@ class _Matcher:
         mine, its = self._whole.made.constants, self._small.made.constants
         self._need(all(self._values[name] in its for name in mine))
         # Whether data depends on sizes shows when there are others: then it has to be that of the small plan.
-        self._need(all(_same_data(data, its[self._values[name]]) for name, data in mine.items()))
+        self._need(all(same_data(data, its[self._values[name]]) for name, data in mine.items()))
 
     def _checks(self) -> tuple[int, ...]:
         numbers = {(c.parameter, c.where, c.size, c.lowest): n for n, c in enumerate(self._small.index_checks)}
@@ -261,5 +261,5 @@ def _alike(one: OpStep, other: OpStep) -> bool:
     return called and kernels and whole and (one.flops, one.checked) == (other.flops, other.checked)
 
 
-def _same_data(one: Any, other: Any) -> bool:
+def same_data(one: Any, other: Any) -> bool:
     return one.same_as(other) or Structure(one) == Structure(other)

@@ -84,6 +84,10 @@ class Evaluator:
         made = self._known[key] = self._whole.strategy(*key)
         return made
 
+    def refuse_whole(self, mesh: Mesh) -> None:
+        """Raises what planning refuses where nothing is laid out, if it does."""
+        self._whole.made(mesh, ())
+
     def _evaluated(self, mesh: Mesh, named: NamedLayouts) -> Strategy | None:
         self.planned += 1
         if not self._few:
@@ -103,19 +107,23 @@ class _Planned:
         self._machine = machine
         self._values = {value.name: value for value in self.graph.params}
 
-    @uncollected
     def strategy(self, mesh: Mesh, named: NamedLayouts) -> Strategy | None:
         """What the layouts take; None if they can't be planned."""
-        stated = dict(self.graph.annotations)
         try:
-            for name, layout in named:
-                if value := self._values.get(name):
-                    sharding = Sharding.make(mesh, value.type.ndim, dict(layout), name=name)
-                    stated[value] = Annotation(sharding, open=True)
-            program = plan_graph(replace(self.graph, mesh=mesh, annotations=stated), self.atoms).made.program
-            return _simulated(program, self._machine, named)
+            return self.made(mesh, named)
         except MeshTensorError:
             return None
+
+    @uncollected
+    def made(self, mesh: Mesh, named: NamedLayouts) -> Strategy:
+        """The same, refused with the reason if they can't be planned."""
+        stated = dict(self.graph.annotations)
+        for name, layout in named:
+            if value := self._values.get(name):
+                sharding = Sharding.make(mesh, value.type.ndim, dict(layout), name=name)
+                stated[value] = Annotation(sharding, open=True)
+        program = plan_graph(replace(self.graph, mesh=mesh, annotations=stated), self.atoms).made.program
+        return _simulated(program, self._machine, named)
 
 
 class KernelEvaluator:
@@ -137,14 +145,21 @@ class KernelEvaluator:
             self._known[mesh, named] = self._evaluated(mesh, named)
         return self._known[mesh, named]
 
+    def refuse_whole(self, mesh: Mesh) -> None:
+        """Raises what planning refuses where nothing is laid out, if it does."""
+        self._made(mesh, ())
+
     def _evaluated(self, mesh: Mesh, named: NamedLayouts) -> Strategy | None:
-        stated = {buffer.name: dict[str, int]() for buffer in self._func.buffer_map.values()}
-        stated |= {name: dict(layout) for name, layout in named}
         try:
-            program = lower_to_program(annotate(self._func, mesh, stated), machine=self._machine)
-            return _simulated(program, self._machine, named)
+            return self._made(mesh, named)
         except MeshTensorError:
             return None
+
+    def _made(self, mesh: Mesh, named: NamedLayouts) -> Strategy:
+        stated = {buffer.name: dict[str, int]() for buffer in self._func.buffer_map.values()}
+        stated |= {name: dict(layout) for name, layout in named}
+        program = lower_to_program(annotate(self._func, mesh, stated), machine=self._machine)
+        return _simulated(program, self._machine, named)
 
 
 def _named(layouts: ParameterLayouts) -> NamedLayouts:

@@ -25,6 +25,7 @@ from .pipeline_summary import (
     pipeline_why,
 )
 from .stages import adding_seconds, held_bytes_of, reducing_seconds, transfer_seconds
+from .summary import named_kinds
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,10 +120,11 @@ class PipelineSimulation:
             found.append(before)
         return tuple(reversed(found))
 
-    def without(self, kinds: Iterable[str]) -> float:
+    def without(self, kinds: Iterable[str] | str) -> float:
         """The seconds that everything would take if what is called so took none: actions of a stage ("0F"), what
         goes from mesh to mesh ("transfers"), gradients' reductions at the end ("reductions")."""
-        return self._played(frozenset(kinds)).end
+        actions = {f"{event.action.stage}{event.action.kind}" for event in self._events.values()}
+        return self._played(named_kinds(kinds, actions | {SENT, REDUCED})).end
 
     def groups(self) -> list[ActionGroup]:
         """The actions by stage and kind, transfers and reductions; those first without which everything would be over

@@ -20,7 +20,7 @@ from mesh_tensor.program.verify import held_bytes
 
 from .pipelines import PipelineSimulation, simulate_pipeline
 from .streams import COMPUTE, RUN, WAIT, Events, called_seconds, critical, play
-from .summary import Group, groups, page, table, trace, why
+from .summary import Group, groups, named_kinds, page, table, trace, why
 
 
 def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | PipelineSimulation:
@@ -163,7 +163,7 @@ class Simulation:
 
     def without(self, kinds: Iterable[str] | str) -> float:
         """The seconds that everything would take if steps of these kinds, or of this one, took none."""
-        gone = {kinds} if isinstance(kinds, str) else set(kinds)
+        gone = named_kinds(kinds, {cost.kind for _, cost in self._timed()})
         events = [e._replace(seconds=0.0) if c.kind in gone else e for e, c in self._timed()]
         return play(events, len(self.machine.links), self.machine.busy)[0] + self._called
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mesh_tensor.base.decisions import columns
+from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
 
 if TYPE_CHECKING:
     from .simulate import Simulation, StepTime
@@ -44,6 +45,19 @@ def groups(
         critical[step.kind] += step.end - step.start
     found = [_group(kind, alike, critical[kind], without) for kind, alike in by_kind.items()]
     return sorted(found, key=lambda group: (group.without, -group.seconds))
+
+
+def named_kinds(kinds: Iterable[str] | str, known: Collection[str]) -> frozenset[str]:
+    """What steps are called, one or several; refused where none is called so."""
+    given = [kinds] if isinstance(kinds, str) or not isinstance(kinds, Iterable) else list(kinds)
+    if missing := [each for each in given if each not in known]:
+        refuse(
+            [f"nothing is called {shown(each)}{did_you_mean(str(each), known)}" for each in missing],
+            where="without",
+            why=f"there are {listing(sorted(known))}",
+            fix="name what the table has, one or several",
+        )
+    return frozenset(given)
 
 
 def _group(kind: str, steps: Sequence[StepTime], critical: float, without: Callable[[Iterable[str]], float]) -> Group:

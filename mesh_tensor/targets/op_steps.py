@@ -21,6 +21,7 @@ from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 from .dtypes import torch_dtype
 from .kernels import Target
 from .straight_line import Line, Shape, StraightLine, TileCall
+from .tile_memory import keep_heap
 from .torch_ops import (
     ALWAYS_NEW,
     Valid,
@@ -61,6 +62,7 @@ class Section:
         records: Records | None = None,
         totals: Collection[str] = (),
     ) -> None:
+        keep_heap()
         self.steps = only(steps, OpStep)
         stored = {name: program.values[name].storage for step in self.steps for name in step.uses}
         lines: list[Line] = []

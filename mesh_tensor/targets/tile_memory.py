@@ -8,6 +8,7 @@ freed, or keeps it, as its heap happens to lie. So it is kept here, in large pag
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import mmap
 import sys
@@ -23,6 +24,16 @@ LARGE = CPU.tuning.fresh_memory  # bytes: smaller tiles come from torch, which g
 _KEPT = CPU.tuning.kept_memory  # bytes: more than that is not kept for later
 
 _left: list[mmap.mmap] = []
+_HEAP_MOST = (1 << 25) - (1 << 13)  # bytes: of more the C library makes nothing of its heap
+
+
+@functools.cache
+def keep_heap() -> None:
+    """Let the C library keep more of what small tiles have left, once per process: a model's steps leave tens of MB at
+    their end, which come back page by page in the next one. How much it keeps it sees from the largest memory that was
+    ever freed: here one that nobody writes."""
+    if sys.platform == "linux":
+        torch.empty(_HEAP_MOST, dtype=torch.uint8)
 
 
 def empty_tile(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -37,13 +37,7 @@ class _Walk:
             for child in stmt.seq:
                 self.stmt(child)
         elif isinstance(stmt, tirx.For):
-            self.exprs(stmt.min, stmt.extent)
-            if self.analyzer.can_prove(stmt.extent <= 0):
-                return
-            extent = self.analyzer.simplify(stmt.extent)
-            self.analyzer.bind(stmt.loop_var, ir.Range.from_min_extent(stmt.min, extent))
-            with self.analyzer.constraint_scope(stmt.loop_var < self.analyzer.simplify(stmt.min + _if_any(extent))):
-                self.stmt(stmt.body)
+            self.loop(stmt)
         elif isinstance(stmt, tirx.IfThenElse):
             self.exprs(stmt.condition)
             with self.analyzer.constraint_scope(stmt.condition):
@@ -63,6 +57,17 @@ class _Walk:
         elif isinstance(stmt, (tirx.AttrStmt, tirx.While)):
             self.exprs(stmt.value if isinstance(stmt, tirx.AttrStmt) else stmt.condition)
             self.stmt(stmt.body)
+
+    def loop(self, loop: tirx.For) -> None:
+        self.exprs(loop.min, loop.extent)
+        before, extent = len(self.problems), self.analyzer.simplify(loop.extent)
+        if isinstance(extent, tirx.IntImm) and int(extent) <= 0:
+            return
+        self.analyzer.bind(loop.loop_var, ir.Range.from_min_extent(loop.min, extent))
+        with self.analyzer.constraint_scope(loop.loop_var < self.analyzer.simplify(loop.min + _if_any(extent))):
+            self.stmt(loop.body)
+        if len(self.problems) > before and self.analyzer.can_prove(extent <= 0):
+            del self.problems[before:]  # no iteration has them
 
     def exprs(self, *exprs: tirx.PrimExpr) -> None:
         for expr in exprs:

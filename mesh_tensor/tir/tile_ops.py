@@ -16,7 +16,7 @@ from tvm import tirx
 from mesh_tensor.base.errors import refuse
 
 from .effects import op_name
-from .nodes import is_const
+from .nodes import is_const, nodes
 
 _ELEMENT_ATOMICS = {
     "tl.atomic_add_elem_op": "sum",
@@ -36,6 +36,14 @@ _TILE_ATOMICS = {
 }
 _DEPTHS = {"local.fragment": 2, "local": 2, "shared": 1, "shared.dyn": 1, "shared.tmem": 1}  # as TileLang has them
 _COPIES = ("tl.tileop.copy", "tl.tileop.async_copy", "tl.tileop.tma_copy")
+_THROUGH = "copy through a buffer of this program, or through a parameter"
+_BY_ROWS = "T.copy each row: `T.copy(X[rows[i], 0], block[i, 0:n])`, or `T.copy(block[i, 0:n], X[rows[i], 0])`"
+#: What annotations ask for that regions don't say: their keys, what that is, the way out.
+_BEYOND = (
+    (("dst_block", "cluster_mask"), "a copy to other blocks of a cluster", _THROUGH),
+    (("is_gather4", "is_scatter4"), "a copy of rows that are named one by one", _BY_ROWS),
+    (("use_2cta",), "a product of two blocks of a cluster", "T.gemm of what this program has"),
+)
 
 
 @dataclass(frozen=True)
@@ -313,13 +321,20 @@ def _parsed(call: tirx.Call, name: str) -> TileOp | None:
     return None
 
 
-def between_programs(stmt: tirx.Evaluate) -> str | None:
-    """What a copy is called that goes to other programs of the grid; None for all other statements."""
-    call = stmt.value
-    if op_name(call) not in _COPIES:
+def beyond_regions(stmt: tirx.Evaluate) -> tuple[str, str] | None:
+    """What a tile operation asks for, in its annotations, that its regions don't say, and the way out; None for all
+    other statements."""
+    asked = dict((stmt.value.annotations or {}).items()) if op_name(stmt.value).startswith("tl.tileop.") else {}
+    for keys, what, fix in _BEYOND:
+        found = [key for key in keys if key in asked]
+        if found:
+            return f"{what} ({', '.join(found)}) is not supported", fix
+    by_places = [key for key, value in asked.items() if isinstance(value, tirx.PrimExpr) and key != "barrier"]
+    computed = [key for key in by_places if nodes(tirx.Evaluate(asked[key]), tirx.Var, tirx.BufferLoad)]
+    if not computed:
         return None
-    asked = [key for key in ("dst_block", "cluster_mask") if key in (call.annotations or {})]
-    return f"a copy to other blocks of a cluster ({', '.join(asked)}) is not supported" if asked else None
+    what = f"{op_name(stmt.value)} has annotations that are computed ({', '.join(computed)})"
+    return what, "annotate it with numbers"
 
 
 def parse_previous(expr: object) -> Atomic | None:

@@ -1,9 +1,12 @@
 """What can't be searched."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import mesh_tensor as mt
+from kernels.matmul import matmul
 from kernels.models import mlp
 
 
@@ -21,6 +24,14 @@ def perceptron():
         ({"devices": 2, "width": 0}, "width is 0"),
         ({"devices": 2, "memory_limit": -1}, "memory_limit is -1"),
         ({"devices": 2, "memory_limit": "1 GB"}, "memory_limit is '1 GB'"),
+        ({"devices": 2, "memory_limit": True}, "memory_limit is True"),
+        ({"devices": 2, "objective": ["time"]}, "objective is ['time']"),
+        ({"devices": 2, "seconds": None}, "seconds is None"),
+        ({"devices": 2, "seconds": float("nan")}, "seconds is nan"),
+        ({"devices": 2, "progress": 3}, "progress is 3"),
+        ({"devices": 2, "meshes": []}, "meshes is []"),
+        ({"devices": 2, "meshes": {"x": 2}}, "meshes is {'x': 2}"),
+        ({"devices": 2, "uneven": True}, "uneven of a search without a batch"),
         ({"devices": 2, "batch": 8, "inputs": ("x",), "schedules": ["gpipes"]}, "did you mean 'gpipe'?"),
         ({"devices": 16, "machine": "h100x8"}, "the search has 16 devices, the machine 8"),
         ({"devices": 4, "meshes": [{"x": 2}, {"x": 8}]}, 'Mesh({"x": 8}) has 8 devices, the search 4'),
@@ -43,6 +54,13 @@ def test_memory_that_is_too_small_for_anything(perceptron):
     least = mt.search(perceptron, 2, objective="memory").best.memory
     assert f"the smallest that was found needs {least:,}" in message
     assert "take more devices, or a machine with more memory" in message
+
+
+def test_a_machine_without_a_rate_is_told_why_nothing_can_be_planned(perceptron):
+    halves = replace(mt.Machine.preset("h100"), flops={"float16": 1e15})
+    for module in (perceptron, matmul(64, 64, 64)):
+        with pytest.raises(mt.MeshTensorError, match="no rate of operations on float32"):
+            mt.search(module, 2, halves)
 
 
 def test_no_module():

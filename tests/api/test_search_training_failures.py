@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mesh_tensor as mt
-from kernels.models import mlp
+from kernels.models import gpt2, mlp
 from tests.api.test_search_training import CPU, exported
 
 
@@ -35,6 +35,10 @@ def test_a_model_without_layers(module):
         ({"batch": 4, "schedules": ["zbh1"]}, r"no schedule 'zbh1'; did you mean 'zb-h1'"),
         ({"batch": 4, "schedules": "1f1b"}, r"schedules='1f1b', no list of what may be"),
         ({"batch": 4, "zero": 3}, "zero=3, no list of what may be"),
+        ({"batch": 4, "zero": [2]}, "zero has 2(.|\\n)*zero has 0, 1 and 3"),
+        ({"batch": 4, "sequence": [None]}, "sequence has None"),
+        ({"batch": 4, "schedules": ["forward"]}, "the schedule 'forward' has no backward"),
+        ({"batch": 4, "inputs": ["z"]}, "there is no input 'z'"),
         ({"batch": 4, "microbatches": [3]}, "no way to train a batch of 4 rows on 2 devices"),
         ({"batch": 4, "known": "nowhere.json"}, "'nowhere.json' holds no search"),
         ({"zero": [3]}, r"zero of a search without a batch(.|\n)*batch="),
@@ -43,6 +47,13 @@ def test_a_model_without_layers(module):
 def test_what_it_is_asked_for(module, options, message):
     with pytest.raises(mt.MeshTensorError, match=message):
         mt.search(module, 2, CPU, **options)
+
+
+def test_a_model_without_a_loss():
+    model = gpt2.build(gpt2.Config(layers=2, width=32, positions=8, batch=4))
+    logits = mt.from_torch(torch.export.export(model, (torch.zeros(4, 8, dtype=torch.int64),)), check=False)
+    with pytest.raises(mt.MeshTensorError, match=r"the first result(.|\n)*and no loss"):
+        mt.search(logits, 2, CPU, batch=4)
 
 
 def test_a_relax_module_has_to_say_its_inputs(module):

@@ -151,11 +151,19 @@ def test_modules_that_were_imported_for_a_microbatch(name, zero):
         (lambda o, t: ((o - t).square().sum(0) / o.numel()).sum(), 32),
         (lambda o, t: ((o - t).square() / 8 / o.shape[0]).sum(0).sum(), 32),
         (lambda o, t: (torch.full((4,), 0.25) @ (o - t).square()).sum(), 4),
+        (lambda o, t: ((o - t).square().sum(1) / len(o) + o.abs().sum(1)).sum(), 4),
     ],
 )
 def test_modules_whose_loss_may_divide_by_the_size_of_a_microbatch(loss, count):
     module = imported(MLP(), loss, (torch.randn(4, 12), torch.randn(4, 8)))
     with pytest.raises(mt.MeshTensorError, match=f"divides a sum by {count}, which may be a constant"):
+        mt.training_step(module, None, accumulate=3)
+
+
+def test_modules_of_one_row_whose_loss_may_divide_by_their_number():
+    loss, target = LOSSES["divided by the number of rows"]
+    module = imported(MLP(), loss, (torch.randn(1, 12), target()[:1]))
+    with pytest.raises(mt.MeshTensorError, match="divides a sum by 1, which may be a constant"):
         mt.training_step(module, None, accumulate=3)
 
 
@@ -332,6 +340,7 @@ class Mixed(MLP):
         (MLP(), lambda o, t: o.sum() * torch.zeros(len(o)).softmax(0)[0], 2, "(nn.softmax) computes with sizes"),
         (MLP(), lambda o, t: (o.sum(0) * torch.tensor([len(o), *range(7)])).sum(), 2, "computes with"),
         (MLP(), lambda o, t: (o - t).square().mean() if len(o) > 6 else (o - t).abs().mean(), 2, "for all rows"),
+        (MLP(), lambda o, t: (o - t).abs().sum(1).topk(7)[0].mean(), 2, "raises on inputs of (6, 12) and (6, 8)"),
         (MLP(), lambda o, t: (o - t).abs().max(), 2, "(max) needs the batch's rows together"),
         (MLP(), lambda o, t: (o / o.mean() - t).sum(), 2, "(divide) takes rows of the batch and"),
     ],
@@ -356,3 +365,21 @@ def test_parts_of_a_loss_that_are_nothing_on_the_example(by):
     run = mt.distribute_module(mt.training_step(model, loss, batch, optimizer="sgd", accumulate=2), {"d": 1}, {})
     x, t = batch[0] * 200, batch[1]
     torch.testing.assert_close(run(x, t), loss(model(x), t).detach())
+
+
+class Masked(MLP):
+    """With a buffer, which became a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.rand(8))
+
+    def forward(self, x):
+        return super().forward(x) * self.mask
+
+
+def test_buffers_that_are_constants():
+    torch.manual_seed(0)
+    model, batch = Masked(), (torch.randn(12, 12), torch.randn(12, 8))
+    step = mt.training_step(model, F.mse_loss, batch, optimizer="sgd", lr=0.05, accumulate=3)
+    _assert_trains(mt.distribute_module(step, {"data": 2}, DATA), model, F.mse_loss, batch, steps=1)

@@ -77,3 +77,25 @@ def test_a_group_beyond_all_links_is_refused():
     with pytest.raises(MeshTensorError, match="nothing connects 16 devices") as caught:
         seconds("all_reduce", 1e6, {"x": 16}, "x", machine=FLAT)
     assert "its links reach 8" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "link", "rate"),
+    [
+        ({"x": 4, "y": 3}, ("y",), "far", 1e9),  # devices 6, 7 | 8
+        ({"x": 2, "y": 6}, ("y",), "far", 2e9),  # 6, 7 | 8 .. 11
+        ({"x": 2, "y": 3}, ("y",), "near", 1e10),  # all in one node
+        ({"x": 6, "y": 4}, ("y",), "near", 1e10),
+        ({"x": 12}, ("x",), "far", 4e9),  # eight, and four
+        ({"x": 2, "y": 2, "z": 3}, ("y",), "far", 1e9),  # 6 | 9
+    ],
+)
+def test_groups_that_lie_in_two_nodes_cross_what_connects_these(shape, axes, link, rate):
+    groups = reach(MACHINE, Mesh(shape), axes)
+    assert (groups.link.name, groups.rate) == (link, rate)
+
+
+def test_groups_that_lie_in_two_nodes_that_nothing_connects():
+    with pytest.raises(MeshTensorError, match="nothing connects 12 devices"):
+        reach(FLAT, Mesh({"x": 4, "y": 3}), ("y",))
+    assert reach(FLAT, Mesh({"x": 6, "y": 4}), ("y",)).rate == 1e10

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from mesh_tensor.base.machine import Link, Machine, Memory, Roofline, Tuning
 from mesh_tensor.base.machine_presets import CPU, PRESETS
@@ -23,6 +24,10 @@ def test_rates_are_by_dtype_and_integers_count_as_float32():
         1e12,
         1e12,
     )
+
+
+def test_rates_of_torch_dtypes():
+    assert (SMALL.peak(torch.float16), SMALL.peak(torch.int64)) == (4e12, 1e12)
 
 
 @pytest.mark.parametrize(("nbytes", "rate"), [(0, 1e12), (1000, 1e12), (1001, 1e11), (10**12, 1e11)])

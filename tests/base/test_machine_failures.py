@@ -36,6 +36,10 @@ GOOD = Machine("good", {"float32": 1e12}, (Memory(10**9, 1e11),), (Link("wire", 
         ({"result": float("nan")}, "result is nan"),
         ({"name": ""}, "its name is ''"),
         ({"classes": {"matmul": Roofline(flops=0.0)}}, "flops of class matmul is 0.0"),
+        ({"flops": {3: 1.0}}, "flops has the name 3, no text"),
+        ({"links": (Link(["a"], 8, 1.0, 0.0),)}, "a link's name is ['a']"),
+        ({"links": (Link("a", 4, 1.0, 0.0), Link("a", 8, 1.0, 0.0))}, "2 links are called 'a'"),
+        ({"links": (Link("device", 8, 1.0, 0.0),)}, "a link is called 'device'"),
     ],
 )
 def test_numbers_that_can_not_be(change, fact):
@@ -55,6 +59,7 @@ def test_numbers_that_can_not_be(change, fact):
         ({"links": "ab"}, "links has 'a', no Link"),
         ({"classes": {"matmul": 3}}, "classes has 3, no Roofline"),
         ({"tuning": None}, "tuning has None, no Tuning"),
+        ({"memory": Memory(1, 1.0)}, "memory is Memory(size=1, rate=1.0), no list of them"),
     ],
 )
 def test_parts_of_other_kinds(change, fact):

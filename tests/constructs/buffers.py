@@ -43,6 +43,40 @@ def _variable() -> Any:
     return variable
 
 
+def _named_places() -> Any:
+    @T.prim_func
+    def named(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
+        with T.Kernel(12, threads=32) as bx:
+            for j in T.serial(5):
+                with T.sblock("element"):
+                    T.where(j < 4)
+                    at = T.axis.spatial(4, j)
+                    Y[bx, at] = X[bx, at] + 1.0
+
+    return named
+
+
+def _starting_block() -> Any:
+    @T.prim_func
+    def starting(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
+        with T.Kernel(12, threads=32) as bx, T.sblock("sum"):
+            with T.init():
+                Y[bx, 0] = 0.0
+            Y[bx, 0] = Y[bx, 0] + X[bx, 0]
+
+    return starting
+
+
+def _store_where() -> Any:
+    @T.prim_func
+    def where(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
+        with T.Kernel(12, threads=32) as bx:
+            for j in T.serial(4):
+                T.buffer_store(Y, X[bx, j], [bx, j], predicate=j < 2)
+
+    return where
+
+
 def _symbolic() -> Any:
     m = T.dynamic("m")
 
@@ -108,7 +142,7 @@ ROWS_OF_BUFFERS = (
     Row(
         "parameters",
         "understood",
-        "tensors with contiguous rows, scalars, symbolic sizes",
+        "tensors, in calls with contiguous rows, whatever their declared strides; scalars, symbolic sizes",
         names="Tensor StridedTensor Buffer buffer_decl buffer match_buffer arg dynamic symbolic Var SizeVar var void"
         " handle func_attr func_name func_ret ptr Ptr",
         examples=(Example("symbolic sizes", _symbolic, (X,), lambda x: x + 1),),
@@ -118,14 +152,28 @@ ROWS_OF_BUFFERS = (
         "understood",
         "every scope is memory of one program",
         names="alloc_shared alloc_fragment alloc_local alloc_var alloc_buffer allocate sblock_alloc_buffer sblock"
-        " decl_buffer FragmentBuffer SharedBuffer LocalBuffer reads writes init where block_name_suffix_context",
+        " decl_buffer FragmentBuffer SharedBuffer LocalBuffer reads writes where block_name_suffix_context",
         nodes="AllocBuffer DeclBuffer",
         examples=(
             Example("alloc_shared", _through(T.alloc_shared), (X,), lambda x: x + 1),
             Example("alloc_fragment", _through(T.alloc_fragment), (X,), lambda x: x + 1),
             Example("alloc_local", _through(T.alloc_local), (X,), lambda x: x + 1),
             Example("alloc_var", _variable, (X,), lambda x: np.repeat(x.sum(1, keepdims=True) + 3, 4, 1)),
+            Example("sblock", _named_places, (X,), lambda x: x + 1),
         ),
+    ),
+    Row(
+        "blocks with an init",
+        "refused",
+        "has an init",
+        names="init",
+        examples=(Example("init", _starting_block, (X,)),),
+    ),
+    Row(
+        "stores and loads with a predicate",
+        "refused",
+        "an access to 'Y' has a predicate",
+        examples=(Example("a store", _store_where, (X,)),),
     ),
     Row(
         "dtypes",

@@ -60,7 +60,7 @@ ROWS_OF_OTHERS = (
         _HARDWARE,
         names="alloc_barrier create_barriers mbarrier_* barrier_arrive barrier_wait cp_async_barrier_noinc"
         " ptx_arrive_* ptx_init_barrier_thread_count ptx_wait_barrier ptx_cp_async* ptx_fence_barrier_init tma_load"
-        " tma_load_2sm tma_store_* tma_gather4 tma_gather4_bytes tma_scatter4 create_tma_descriptor",
+        " tma_load_2sm tma_store_* create_tma_descriptor",
         ops="tirx.create_barriers tirx.ptx_*barrier* tirx.ptx_cp_async* tl.mbarrier_* tl.ptx_arrive_cluster_barrier"
         " tl.ptx_cp_async* tl.ptx_fence_barrier_init tl.tma_load* tl.tma_store* tl.create_tma_*"
         " tl.prefetch_tma_descriptor tl.ptx_st_bulk_shared tirx.dma_*",

@@ -213,6 +213,28 @@ def _to_a_cluster() -> Any:
     return clusters
 
 
+def _to_rows() -> Any:
+    @T.prim_func
+    def rows(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
+        with T.Kernel(3, threads=32) as bx:
+            x = T.alloc_shared((4, 4), "float32")
+            T.copy(X[bx * 4, 0], x)
+            T.tma_scatter4(x, Y, 0, [11 - bx, 8 - bx, 5 - bx, 2 - bx])
+
+    return rows
+
+
+def _computed_annotation() -> Any:
+    @T.prim_func
+    def annotated(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
+        with T.Kernel(3, threads=32) as bx:
+            x = T.alloc_shared((4, 4), "float32")
+            T.copy(X[bx * 4, 0], x, annotations={"rows": bx * 4})
+            T.copy(x, Y[bx * 4, 0])
+
+    return annotated
+
+
 def reducer(op: str = "sum", init: float | None = None, dtype: str = "float32") -> Callable[[], Any]:
     """Squares of what columns are reduced to."""
 
@@ -444,6 +466,19 @@ ROWS_OF_TILE_OPERATIONS = (
         "a copy to other blocks of a cluster (dst_block) is not supported",
         names="copy_cluster",
         examples=(Example("copy_cluster", _to_a_cluster, (X,)),),
+    ),
+    Row(
+        "copies of rows that are named one by one",
+        "refused",
+        "a copy of rows that are named one by one (is_scatter4) is not supported",
+        names="tma_gather4 tma_gather4_bytes tma_scatter4",
+        examples=(Example("tma_scatter4", _to_rows, (X,)),),
+    ),
+    Row(
+        "annotations of tile operations that say more than their regions",
+        "refused",
+        "tl.tileop.copy has annotations that are computed (rows)",
+        examples=(Example("a computed annotation", _computed_annotation, (X,)),),
     ),
     Row(
         "reducers",

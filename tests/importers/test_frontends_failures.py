@@ -193,7 +193,7 @@ def test_onnx_file(tmp_path):
     ],
 )
 def test_onnx_inputs_and_results(node, given, made, said, tmp_path):
-    x, y = helper.make_tensor_value_info("x", given, [2, 4]), helper.make_tensor_value_info("y", *made)
+    x, y = helper.make_tensor_value_info("x", given, ["n", 4]), helper.make_tensor_value_info("y", *made)
     model = helper.make_model(helper.make_graph([node], "graph", [x], [y]), opset_imports=[helper.make_opsetid("", 21)])
     onnx.save(model, tmp_path / "model.onnx")
     for check in (True, False):

@@ -179,3 +179,13 @@ def test_a_group_norm_of_open_sizes(tmp_path):
     path = saved(tmp_path / "norm.onnx", "GroupNormalization", (2, 8, "h", "w"), [(8,), (8,)], num_groups=4)
     with pytest.raises(mt.MeshTensorError, match=r"a group norm of a tensor of shape \[2, 8, 'h', 'w'\]"):
         mt.from_onnx(path)
+
+
+def test_weights_whose_directions_are_split(tmp_path):
+    """The only direction is on one device: what it computes is summed before positions are taken apart."""
+    weights = [(1, 3 * HIDDEN, FEATURES), (1, 3 * HIDDEN, HIDDEN), (1, 6 * HIDDEN)]
+    path = saved(tmp_path / "gru.onnx", "GRU", (1, BATCH, FEATURES), weights, 2, hidden_size=HIDDEN)
+    module, x = mt.from_onnx(path), torch.randn(1, BATCH, FEATURES)
+    expected = mt.run_sequential(module.mod, [x, *module.params.values()])
+    run = mt.distribute_module(module, {"x": 3}, {name: {"x": 0} for name in "xac"}, poison=True)
+    torch.testing.assert_close(run(x), expected)

@@ -5,6 +5,8 @@ import tilelang.language as T
 import torch
 from tvm import ir
 
+import mesh_tensor as mt
+
 from .kernels import scale
 from .support import assert_right, coordinates, local_kernels, lowered, only_kernel, outline, text
 
@@ -168,3 +170,20 @@ def test_a_block_of_one_has_one_offset(mesh):
     inputs = [torch.randn(12, 8), torch.randn(12)]
     layouts = dict.fromkeys("AB", dict.fromkeys(mesh, 0))
     assert_right(tables, mesh, {**layouts, "P": {}}, inputs, lambda a, p: a + (p * (at % 5))[:, None])
+
+
+@pytest.mark.parametrize("rows", [{"x": 0}, {"x": 0, "y": 0}], ids=str)
+def test_sizes_of_64_bits_and_loops_of_32(rows):
+    """What carries the offset is as wide as its loop counts, not as the sizes are."""
+    size = T.dynamic("size", "int64")
+
+    @T.prim_func
+    def looked_up(A: T.Tensor((5, 8), "float32"), P: T.Tensor((size,), "int64"), B: T.Tensor((size, 8), "float32")):
+        with T.Kernel(T.ceildiv(size, 4), threads=32) as bx:
+            for i, j in T.Parallel(4, 8):
+                if bx * 4 + i < size:
+                    B[bx * 4 + i, j] = A[P[bx * 4 + i], j] * T.Cast("float32", bx * 4 + i)
+
+    a, p, b = torch.randn(5, 8), torch.randint(5, (13,)), torch.empty(13, 8)
+    compiled = mt.compile(mt.annotate(looked_up, {"x": 2, "y": 2}, {"A": {}, "P": {}, "B": rows}), target="interpret")
+    torch.testing.assert_close(compiled(a, p, b), a[p] * torch.arange(13)[:, None])

@@ -38,7 +38,7 @@ def same_as_new(run):
     """The plan of the last call is that which is made anew for its sizes."""
     made = run.plan
     new = run._plans.new(run._sizes, list(run._weights), False)
-    assert families._outline(made) == families._outline(new)
+    assert families.outline(made) == families.outline(new)
     assert made.made.program.values == new.made.program.values
     assert (made.ports, made.index_checks, made.base) == (new.ports, new.index_checks, new.base)
     for step, other in zip(made.made.program.steps, new.made.program.steps, strict=True):
@@ -46,7 +46,7 @@ def same_as_new(run):
     for step, other in zip(made.made.program.ops, new.made.program.ops, strict=True):
         assert step.call.kind == other.call.kind
     for name, data in made.made.constants.items():
-        assert family._same_data(data, new.made.constants[name])
+        assert family.same_data(data, new.made.constants[name])
 
 
 class Tower:

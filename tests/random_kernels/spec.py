@@ -9,7 +9,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Param:
     """A buffer parameter. `role` is "in", "out" (every element is written, none is read before) or "inout" (earlier
-    content counts); the elements of an index buffer are in [0, `below`). `dims` names the logical dims it has."""
+    content counts); the elements of an index buffer are in [0, `below`). `dims` names the logical dims it has. Its
+    author may have said how it lies in memory (`strides`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -17,6 +18,13 @@ class Param:
     role: str = "in"
     below: int | None = None
     dims: tuple[str, ...] = ()
+    strides: tuple[int, ...] = ()
+
+    def declared(self) -> str:
+        """The parameter as its kernel declares it."""
+        if self.strides:
+            return f'{self.name}: T.StridedTensor({self.shape}, {self.strides}, "{self.dtype}")'
+        return f'{self.name}: T.Tensor({self.shape}, "{self.dtype}")'
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class KernelSpec:
 
     def source(self) -> str:
         """The kernel as TileLang source."""
-        params = ", ".join(f'{p.name}: T.Tensor({p.shape}, "{p.dtype}")' for p in self.params)
+        params = ", ".join(param.declared() for param in self.params)
         extents = ", ".join(str(extent) for _, extent in self.grid)
         names = ", ".join(name for name, _ in self.grid)
         header = f"with T.Kernel({extents}, threads=128) as {names if len(self.grid) == 1 else f'({names})'}"

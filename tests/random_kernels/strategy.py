@@ -214,8 +214,7 @@ def make_case(number: int) -> Case:
     """The case with this number."""
     random = Random(number)
     kernel, exact = make_kernel(random)
-    if random.random() < 0.3:
-        kernel = with_views(kernel, random)
+    kernel = with_views(kernel, random) if random.random() < 0.3 else with_strides(kernel, Random(f"{number} strides"))
     mesh = dict(zip("xyz", random.choice(MESHES), strict=False))
     return Case(
         kernel.source(),
@@ -229,6 +228,22 @@ def make_case(number: int) -> Case:
         seed=number,
         seen=frozenset({"barriers of the grid"} if BARRIER in kernel.body else ()),
     )
+
+
+def with_strides(kernel: KernelSpec, random: Random) -> KernelSpec:
+    """The kernel; now and then its author has one parameter lie in memory with gaps, or column by column."""
+    if random.random() < 0.85:
+        return kernel
+    param = random.choice(kernel.params)
+    order = list(range(len(param.shape)))
+    if random.random() < 0.5:
+        random.shuffle(order)
+    strides, step = [0] * len(order), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= param.shape[dim] + random.randrange(3)
+    params = (replace(p, strides=tuple(strides)) if p is param else p for p in kernel.params)
+    return replace(kernel, params=tuple(params))
 
 
 def relaid(case: Case) -> Case:

@@ -79,7 +79,9 @@ def test_what_costs_most_and_what_would_change_it(module):
     made = simulated(module, slow, microbatches=8, train=True)
     first, *rest = made.groups()
     assert made.without([first.kind]) == first.without <= min(group.without for group in rest)
-    assert made.without(["transfers"]) < made.time
+    assert made.without("transfers") == made.without(["transfers"]) < made.time
+    with pytest.raises(mt.MeshTensorError, match="nothing is called '9F'"):
+        made.without(["9F"])
     path = made.critical_path
     assert sum(group.critical for group in made.groups()) == pytest.approx(made.time)
     assert path[0].start == 0

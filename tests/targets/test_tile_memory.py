@@ -1,6 +1,8 @@
 """Memory of tiles that are gone serves later ones, and no others."""
 
 import gc
+import resource
+import sys
 import threading
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import mesh_tensor as mt
 from kernels.matmul import matmul
 from mesh_tensor.targets import tile_memory
-from mesh_tensor.targets.tile_memory import empty_tile
+from mesh_tensor.targets.tile_memory import empty_tile, keep_heap
 
 CPU = torch.device("cpu")
 SHAPE = (768, 1024)  # of float32: 3 MiB
@@ -120,3 +122,18 @@ def test_results_keep_their_values_while_a_kernel_runs_again():
     for (a, b), result in zip(operands, results, strict=True):
         torch.testing.assert_close(result.full(), a @ b, rtol=1e-4, atol=1e-3)
     assert left() > 0, "the partial results' memory was used again"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another C library")
+def test_small_tiles_come_back_without_page_faults():
+    """20 MB of tiles that a step leaves serve the next one."""
+
+    def faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        tiles = [torch.zeros(1 << 18) for _ in range(20)]
+        assert len(tiles) == 20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    keep_heap()
+    faults()
+    assert faults() < 1000  # 5120 pages

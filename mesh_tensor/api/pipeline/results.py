@@ -72,6 +72,19 @@ class Results:
         ]
 
 
+def check_loss(flow: Flow, where: str) -> None:
+    """Refuse a function whose first result is no number of floats."""
+    first = next(iter(flow.returned), None)
+    variables = {**flow.params, **{name: binding.var for name, binding in flow.bindings.items()}}
+    info = variables[first].struct_info if first is not None else None
+    if first is None or not flow.is_float(first) or variables[first].struct_info.ndim:
+        refuse(
+            f"the first result, {first!r}, is {info}, and no loss",
+            where=where,
+            fix="return one number of floats first: a mean over the rows",
+        )
+
+
 def results_of(
     flow: Flow,
     signature: ModuleSignature,
@@ -88,17 +101,8 @@ def results_of(
     """
     if reduction not in REDUCTIONS:
         refuse(f"reduction={shown(reduction)}", fix="say whether numbers are a 'mean' or a 'sum' over rows, or nothing")
-    infos = {
-        name: (flow.bindings[name].var if name in flow.bindings else flow.params[name]).struct_info
-        for name in flow.results
-    }
-    first = next(iter(flow.returned), None)
-    if trained and not (first is not None and flow.is_float(first) and infos[first].ndim == 0):
-        refuse(
-            f"the first result, {first!r}, is {infos.get(first or '')}, and no loss",
-            where=f"pipeline of {flow.function!r} with train",
-            fix="return one number of floats first: a mean over the rows",
-        )
+    if trained:
+        check_loss(flow, f"pipeline of {flow.function!r} with train")
     stated = stated_bindings(flow, per_microbatch)
     if microbatches == 1:
         return Results(flow)

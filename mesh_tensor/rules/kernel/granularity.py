@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from tvm import arith, ir, tirx
+from tvm import ir, tirx
 
 from mesh_tensor.tir.effects import thread_indices
 from mesh_tensor.tir.fused_loops import unfuse
@@ -28,6 +28,7 @@ from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views
 
 from .factor_derivation import Dim
+from .prover import RangeProver
 from .reader import read_kernel
 from .statements import Kernel, Statement
 
@@ -173,7 +174,7 @@ def _programs(kernel: Kernel, whole: Sequence[Dim]) -> dict[Dim, int]:
     return found
 
 
-def _is_in_blocks(kernel: Kernel, dim: Dim, length: int, program: tirx.Var, analyzer: arith.Analyzer) -> bool:
+def _is_in_blocks(kernel: Kernel, dim: Dim, length: int, program: tirx.Var, analyzer: RangeProver) -> bool:
     """Whether all places of a dim at which something is accessed are in the program's block of it."""
     accesses = (access for statement in kernel.statements for access in statement.accesses)
     places = [a.indices[dim[1]] for a in accesses if a.buffer.same_as(kernel.params[dim[0]])]
@@ -254,9 +255,9 @@ def _ratio(fine: int | None, coarse: int | None) -> int | None:
     return fine // coarse
 
 
-def _ranges(kernel: Kernel) -> arith.Analyzer:
+def _ranges(kernel: Kernel) -> RangeProver:
     """What proves what holds of the values of loops, of threads and of what is bound to these."""
-    analyzer = arith.Analyzer()
+    analyzer = RangeProver()
     for loop in kernel.loops.values():
         analyzer.bind(loop.var, ir.Range.from_min_extent(loop.min, loop.extent))
     for var, count in thread_indices(kernel.func).items():

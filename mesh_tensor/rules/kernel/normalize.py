@@ -25,6 +25,7 @@ from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.intervals import with_intervals
 from mesh_tensor.tir.linear import loop_ranges
 from mesh_tensor.tir.nodes import function_name, is_const, loads, nodes
+from mesh_tensor.tir.plain_blocks import with_plain_blocks
 from mesh_tensor.tir.reducers import parts_of, without_reducers
 from mesh_tensor.tir.rewrite import call_like, loop_like, number, sequence, with_indices
 from mesh_tensor.tir.short_loops import lengthen
@@ -68,7 +69,7 @@ class _Source:
 @made_once(ANALYSES)
 def _normalized(source: _Source) -> tirx.PrimFunc:
     _refuse_division_by_0(source.func)
-    func = without_early_exits(source.func)
+    func = without_early_exits(with_plain_blocks(source.func))
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
     func = with_values_in_place(_inline_bindings(func))

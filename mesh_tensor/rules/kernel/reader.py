@@ -272,13 +272,25 @@ def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
     """Refuse what means more than one program of the kernel."""
     where = f"kernel {function_name(func)!r}"
     _check_safe_values(func, block, where)
-    for found in filter(None, map(tile_ops.between_programs, nodes(block.body, tirx.Evaluate))):
+    _check_parts(block, where)
+    found = list(filter(None, map(tile_ops.beyond_regions, nodes(block.body, tirx.Evaluate))))
+    if found:
         refuse(
-            found,
+            list(dict.fromkeys(what for what, _ in found)),
             where=where,
-            why="programs of the grid are run one by one, and on several devices",
-            fix="copy through a buffer of this program, or through a parameter",
+            why="tile operations are known by their regions; programs are run one by one, and on several devices",
+            fix="; ".join(dict.fromkeys(fix for _, fix in found)),
         )
+
+
+def _check_parts(block: tirx.SBlock, where: str) -> None:
+    """Refuse what only raw TIR has: conditions inside of accesses, and what blocks do before their first iteration."""
+    accesses = nodes(block.body, tirx.BufferLoad, tirx.BufferStore)
+    found = [f"an access to {a.buffer.name!r} has a predicate" for a in accesses if a.predicate is not None]
+    found += [f"block {b.name_hint!r} has an init" for b in nodes(block.body, tirx.SBlock) if b.init is not None]
+    if found:
+        why = "what a kernel does is read from its statements alone"
+        refuse(list(dict.fromkeys(found)), where=where, why=why, fix="write it as an `if` around a statement")
 
 
 def _check_safe_values(func: tirx.PrimFunc, block: tirx.SBlock, where: str) -> None:

@@ -20,6 +20,7 @@ from tvm import tirx
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import Step
+from mesh_tensor.targets.cpu import gelu
 
 from .calls import Calls, begin_alike, indented
 from .lane import AGREEMENT, Lane
@@ -41,6 +42,7 @@ _ALIKE = (
 )
 _GRACE = 3.0  # seconds to wait for the others' words
 _PAUSE = 0.02
+_GELU = "gelu_tanh"
 _MOST = 8  # differences that a message tells of
 
 
@@ -157,6 +159,7 @@ def program_facts(program: Program, target: str, overlap: str | int) -> dict[str
         "layouts": ", ".join(f"{value.name} '{value.sharding}'" for value in values),
         "target": target,
         "overlap": str(overlap),
+        **({"gelu": gelu.how()} if any(_GELU in op for op in ops) else {}),
         "steps": f"digest {_digest(chr(10).join([*steps, *ops, *kernels]))[:12]}",
     }
 

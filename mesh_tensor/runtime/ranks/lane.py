@@ -24,6 +24,8 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU, CPU_TO_SPARE
 
+from .shared_meeting import shared_place
+
 if TYPE_CHECKING:
     from .calls import Calls
 
@@ -254,13 +256,19 @@ def _run() -> None:
 
 
 def place_here() -> bytes:
-    """This process's host and cores, for the other ranks."""
-    return json.dumps([socket.gethostname(), _cores()]).encode()
+    """This process's host, cores, and with whom it can share memory, for the other ranks."""
+    return json.dumps([socket.gethostname(), _cores(), shared_place()]).encode()
+
+
+def can_share(places: Sequence[bytes]) -> bool:
+    """Whether the ranks, of which each says its `place_here`, can share memory. All of them answer alike."""
+    shared = {json.loads(words)[2] for words in places}
+    return len(shared) == 1 and "" not in shared
 
 
 def machine_of(places: Sequence[bytes]) -> Machine:
     """The machine that CPU ranks are, of which each says its `place_here`."""
-    return CPU_TO_SPARE if _to_spare([json.loads(words) for words in places]) else CPU
+    return CPU_TO_SPARE if _to_spare([json.loads(words)[:2] for words in places]) else CPU
 
 
 def _cores() -> list[int]:

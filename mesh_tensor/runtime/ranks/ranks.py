@@ -6,7 +6,7 @@ import atexit
 import hashlib
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,8 @@ from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 
 from .calls import Calls
-from .lane import GlooWire, StoreBoard, end_watch, machine_of, place_here, said_timeout, watch
+from .lane import GlooWire, StoreBoard, Wire, can_share, end_watch, machine_of, place_here, said_timeout, watch
+from .shared_meeting import shared_wire
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -113,7 +114,9 @@ class Ranks:
             name = said[0][len(mesh) : -_LENGTH].hex()
             store = dist.PrefixStore(f"mesh_tensor/{name}", default_store())
             timeout = said_timeout() or _timeout(_world())
-            connect = partial(_connected, store, self.rank, len(self._places), timeout)
+            connect: Callable[[int], Wire] = partial(_connected, store, self.rank, len(self._places), timeout)
+            if can_share(self.met):
+                connect = partial(_connected_here, name, self.rank, len(self._places), timeout)
             board = StoreBoard(store.clone() if hasattr(store, "clone") else store)
             self.calls.begin(name, board, connect, timeout)
             watch(self.calls)
@@ -317,6 +320,10 @@ def default_store() -> Any:
 
 def _connected(store: Any, rank: int, count: int, timeout: Any, generation: int) -> GlooWire:
     return GlooWire(dist.PrefixStore(str(generation), store), rank, count, timeout)
+
+
+def _connected_here(name: str, rank: int, count: int, timeout: Any, generation: int) -> Wire:
+    return shared_wire(f"{name} {generation}", rank, count, timeout)
 
 
 def _timeout(process_group: Any) -> Any:

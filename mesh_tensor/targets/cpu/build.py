@@ -148,10 +148,11 @@ def _build_stamp() -> str:
     package = Path(__file__).parents[2]
     passes = (path for part in ("base", "tir", "targets/cpu") for path in sorted((package / part).glob("*.py")))
     sources = [*passes, *_HEADERS.values()]
-    return "\0".join([tilelang.__version__, _processor(), *FLAGS, *_GCC_FLAGS, *(s.read_text() for s in sources)])
+    return "\0".join([tilelang.__version__, processor(), *FLAGS, *_GCC_FLAGS, *(s.read_text() for s in sources)])
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What tells this processor's code from that of others."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -12,6 +12,7 @@ from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.narrowed import NARROWED
+from mesh_tensor.targets.cpu.gelu import gelu_tanh
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 
 from .table import Function, Place, of_attributes, placed_torch_op, same_for_all, torch_op, with_numbers
@@ -52,7 +53,7 @@ same_for_all(
         "tanh": torch.tanh,
         "trunc": torch.trunc,
         "nn.gelu": F.gelu,
-        "nn.gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "nn.gelu_tanh": gelu_tanh,
         "nn.relu": torch.relu,
         "nn.selu": F.selu,
         "nn.silu": F.silu,

@@ -15,6 +15,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.vjp import VJP, Vjp, vjp_of
 
+from ..cpu.gelu import gelu_tanh_backward
 from ..dtypes import torch_dtype
 from .nn import is_causal, last_dims
 from .table import Function, Place, placed_torch_op, torch_function
@@ -27,7 +28,7 @@ _aten = torch.ops.aten
 # Of operators of one operand, by the gradient of the result and the operand: without what the operator itself gives.
 _DIRECT: dict[str, Derivative] = {
     "nn.gelu": _aten.gelu_backward,
-    "nn.gelu_tanh": lambda seed, x: _aten.gelu_backward(seed, x, approximate="tanh"),
+    "nn.gelu_tanh": gelu_tanh_backward,
     "nn.relu": lambda seed, x: _aten.threshold_backward(seed, x, 0),
     "nn.silu": _aten.silu_backward,
 }

@@ -6,7 +6,7 @@ import pytest
 import tilelang.language as T
 from tvm import arith, ir, tirx
 
-from mesh_tensor.rules.kernel.prover import Prover
+from mesh_tensor.rules.kernel.prover import Prover, RangeProver
 
 M, N, i, j = (tirx.Var(name, "int32") for name in ("M", "N", "i", "j"))
 
@@ -70,3 +70,29 @@ def test_no_proof_is_looked_for_where_an_example_refutes_it():
     assert not searches
     assert prover.can_prove_equal(T.ceildiv(M * 2, 2), M)
     assert len(searches) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_proves_what_tvm_proves_of_ranges(seed):
+    """Of two variables of constant ranges, one of a range that depends on the first's, and one of which nothing is
+    known."""
+    draw, proofs, ranges = random.Random(seed), 0, {i: (0, 16), j: (3, 5), M: (i, i + 4)}
+    known, plain = RangeProver(), arith.Analyzer()
+    for var, (low, extent) in ranges.items():
+        known.bind(var, ir.Range.from_min_extent(low, extent))
+        plain.bind(var, ir.Range.from_min_extent(low, extent))
+    for _ in range(100):
+        one, other = expression(draw, 2), draw.choice((expression(draw, 1), tirx.IntImm("int32", draw.randint(0, 20))))
+        for condition in (one < other, one >= other):
+            assert known.can_prove(condition) == plain.can_prove(condition), condition
+            proofs += known.can_prove(condition)
+        assert known.can_prove_equal(one, other) == plain.can_prove_equal(one, other), (one, other)
+    assert 10 < proofs < 90
+
+
+def test_the_end_of_a_range_refutes():
+    prover = RangeProver()
+    prover.bind(i, ir.Range(0, 16))
+    assert not prover.can_prove(i < 15)
+    assert prover.can_prove(i < 16)
+    assert not prover.can_prove_equal(tirx.floordiv(i, 8), 0)

@@ -1,0 +1,148 @@
+"""What TVM's importer of ONNX lacks, reads otherwise or leaves out: as onnx's reference has it, or refused."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+import mesh_tensor as mt
+
+from .test_frontends_onnx import save
+
+RANDOM = np.random.default_rng(3)
+X = RANDOM.standard_normal((3, 5, 8)).astype("float32")
+AT = RANDOM.integers(0, 3, (4, 5, 8))  # rows that come more than once
+NEW = RANDOM.standard_normal((4, 5, 8)).astype("float32")
+ENDS = np.where(X > 0.5, np.float32(np.inf), np.where(X < -0.5, np.float32(-np.inf), X))
+
+
+@pytest.mark.parametrize(
+    ("op", "x", "weights", "options"),
+    [
+        *(
+            ("ScatterElements", X, {"at": AT, "new": NEW}, {"reduction": reduction, "opset": 18})
+            for reduction in ("add", "mul", "min", "max")
+        ),
+        ("IsInf", ENDS, {}, {"detect_negative": 0}),
+        ("IsInf", ENDS, {}, {"detect_positive": 0}),
+        ("IsInf", ENDS, {}, {"detect_positive": 0, "detect_negative": 0}),
+        ("LpNormalization", X, {}, {"axis": 2, "opset": 22}),
+        ("CumSum", X, {"axis": np.array(1)}, {"exclusive": 1}),
+        ("CumSum", X, {"axis": np.array(-1)}, {"exclusive": 1, "reverse": 1}),
+        ("Split", X, {}, {"num_outputs": 3, "axis": 2, "outputs": 3, "opset": 18}),
+        ("Pad", X, {"pads": np.array([1, 2, 3, 0]), "none": np.float32(7), "axes": np.array([2, 0])}, {"opset": 18}),
+        ("Reshape", X, {"shape": np.array([-1, 4])}, {"allowzero": 1}),
+        ("RMSNormalization", X, {"scale": X[0]}, {"axis": 1, "opset": 23}),
+        ("LayerNormalization", X, {"scale": X[0, 0], "bias": X[1, 1]}, {"outputs": 3}),
+    ],
+)
+def test_operators(tmp_path, op, x, weights, options):
+    expected = save(tmp_path / "model.onnx", op, {"x": x}, weights, **options)
+    module = mt.from_onnx(tmp_path / "model.onnx", check=False)
+    for layout in ({}, {"a": 0}, {"a": 2}):
+        run = mt.distribute_module(module.mod, {"a": 2}, {"x": layout}, weights=module.params)
+        results = run(torch.from_numpy(x))
+        for result, meant in zip(results if isinstance(results, tuple) else [results], expected, strict=True):
+            torch.testing.assert_close(result, meant, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+def test_grids(tmp_path, mode):
+    image, grid = RANDOM.standard_normal((2, 3, 5, 6)).astype("float32"), RANDOM.uniform(-1.3, 1.3, (2, 4, 7, 2))
+    grid = grid.astype("float32")
+    options = {"mode": mode, "padding_mode": "border", "opset": 20}
+    save(tmp_path / "model.onnx", "GridSample", {"x": image, "grid": grid}, {}, **options)
+    module = mt.from_onnx(tmp_path / "model.onnx")
+    run = mt.distribute_module(module.mod, {"a": 2}, {"x": {"a": 0}, "grid": {"a": 0}})
+    given = torch.from_numpy(image), torch.from_numpy(grid)
+    mode = {"linear": "bilinear"}.get(mode, mode)
+    meant = torch.nn.functional.grid_sample(*given, mode=mode, padding_mode="border", align_corners=False)
+    torch.testing.assert_close(run(*given), meant)
+
+
+def test_norms_of_order_one(tmp_path):
+    """onnx's reference adds up values instead of their sizes."""
+    save(tmp_path / "model.onnx", "LpNormalization", {"x": X}, {}, p=1, axis=2)
+    module = mt.from_onnx(tmp_path / "model.onnx", check=False)
+    result = mt.run_sequential(module.mod, [torch.from_numpy(X)])
+    torch.testing.assert_close(result, torch.nn.functional.normalize(torch.from_numpy(X), p=1, dim=2))
+
+
+def test_constants_of_numbers(tmp_path):
+    nodes = [
+        helper.make_node("Constant", [], ["f"], value_float=2.5),
+        helper.make_node("Constant", [], ["i"], value_ints=[-1, 4]),
+        helper.make_node("Mul", ["x", "f"], ["m"]),
+        helper.make_node("Reshape", ["m", "i"], ["y"]),
+    ]
+    module = mt.from_onnx(saved(tmp_path, nodes, (3, 8), (6, 4)))
+    x = torch.randn(3, 8)
+    assert torch.equal(mt.run_sequential(module.mod, [x]), (x * 2.5).reshape(6, 4))
+
+
+def test_attention_is_that_of_onnx(tmp_path):
+    """TVM's importer has Microsoft's operator under this name."""
+    q, k, v = (RANDOM.standard_normal((2, 4, length, 8)).astype("float32") for length in (5, 6, 6))
+    (expected,) = save(tmp_path / "model.onnx", "Attention", {"q": q, "k": k, "v": v}, {}, opset=23)
+    module = mt.from_onnx(tmp_path / "model.onnx")
+    run = mt.distribute_module(module.mod, {"a": 2}, {name: {"a": 1} for name in "qkv"})
+    torch.testing.assert_close(run(*map(torch.from_numpy, (q, k, v))), expected, rtol=1e-5, atol=1e-5)
+    assert "all_gather" not in run.explain()
+
+
+def test_options_that_no_conversion_looks_at(tmp_path):
+    node = helper.make_node("Cast", ["x"], ["y"], name="narrow", to=TensorProto.FLOAT8E4M3FN, saturate=0)
+    with pytest.raises(mt.MeshTensorError, match="option 'saturate' is 0") as error:
+        mt.from_onnx(saved(tmp_path, [node], (3, 8), (3, 8), TensorProto.FLOAT8E4M3FN), check=False)
+    assert "node 'narrow' (Cast)" in str(error.value)
+    assert "its conversion leaves that out" in str(error.value)
+
+
+def test_operators_of_others_by_a_known_name(tmp_path):
+    node = helper.make_node("Relu", ["x"], ["y"], domain="my.own")
+    path = saved(tmp_path, [node], (3, 8), (3, 8), domains=["my.own"])
+    with pytest.raises(mt.MeshTensorError, match="operator 'Relu' is of the domain 'my.own'"):
+        mt.from_onnx(path, check=False)
+
+
+def test_sizes_are_computed_once(tmp_path):
+    """What torch's exporter makes of x.reshape(x.shape[0], x.shape[1] * x.shape[2]), and of an open first size."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Gather", ["shape", "one"], ["rows"]),
+        helper.make_node("Gather", ["shape", "two"], ["columns"]),
+        helper.make_node("Mul", ["rows", "columns"], ["both"]),
+        helper.make_node("Concat", ["less", "both"], ["into"], axis=0),
+        helper.make_node("Reshape", ["x", "into"], ["y"]),
+    ]
+    numbers = {"one": [1], "two": [2], "less": [-1]}
+    for first in (3, "n"):
+        module = mt.from_onnx(saved(tmp_path, nodes, (first, 5, 8), (first, 40), **numbers))
+        x = torch.randn(3, 5, 8)
+        assert torch.equal(mt.run_sequential(module.mod, [x]), x.reshape(3, 40))
+        assert "shape_of" not in module.mod.script()
+
+
+def test_random_numbers_are_no_constants(tmp_path):
+    nodes = [
+        helper.make_node("Constant", [], ["like"], value_floats=[0.0, 0.0]),
+        helper.make_node("RandomNormalLike", ["like"], ["noise"]),
+        helper.make_node("Add", ["x", "noise"], ["y"]),
+    ]
+    with pytest.raises(mt.MeshTensorError, match="RandomNormalLike"):
+        mt.from_onnx(saved(tmp_path, nodes, (3, 2), (3, 2)), check=False)
+
+
+def saved(folder, nodes, shape, made, kind=TensorProto.FLOAT, domains=(), **numbers):
+    """The path of a model of nodes from x to y."""
+    constants = [numpy_helper.from_array(np.array(value), name) for name, value in numbers.items()]
+    x, y = (
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, shape),
+        helper.make_tensor_value_info("y", kind, made),
+    )
+    graph = helper.make_graph(nodes, "graph", [x], [y], constants)
+    opsets = [helper.make_opsetid("", 21), *(helper.make_opsetid(domain, 1) for domain in domains)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx"
