@@ -16,7 +16,7 @@ from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.nodes import loads, nodes
 from mesh_tensor.tir.rewrite import sequence, statements
 
-from .fuse import accesses
+from .fuse import accesses, expressions, walk
 from .products import map_sequences, own_blocks, walks_all
 
 _Accesses = list[tirx.BufferLoad | tirx.BufferStore]
@@ -43,7 +43,12 @@ def _private_blocks(body: tirx.Stmt) -> list[tirx.Buffer]:
 
 
 def _all(where: tirx.Stmt) -> _Accesses:
-    return nodes(where, tirx.BufferLoad, tirx.BufferStore)
+    """The accesses, statement by statement: one that is part of several statements is found in each."""
+    found: _Accesses = []
+    for part in walk(where):
+        found += [load for expr in expressions(part) for load in loads(expr)]
+        found += [part] if isinstance(part, tirx.BufferStore) else []
+    return found
 
 
 def _uses(where: tirx.Stmt, block: tirx.Buffer) -> _Accesses:
@@ -52,27 +57,21 @@ def _uses(where: tirx.Stmt, block: tirx.Buffer) -> _Accesses:
 
 def _passed_on(body: tirx.Stmt, block: tirx.Buffer, params: frozenset[tirx.Var]) -> tirx.Stmt | None:
     """The kernel without the block, if every value in it is only read by a store that follows in the same sequence."""
-    reads = sum(isinstance(use, tirx.BufferLoad) for use in _uses(body, block))
-    found = 0
 
     def pass_on(parts: list[tirx.Stmt]) -> list[tirx.Stmt]:
-        nonlocal found
         kept, place = list(parts), 0
         while place < len(kept):
             store = kept[place]
             if isinstance(store, tirx.BufferStore) and store.buffer.same_as(block):
                 reader = _only_reader(store, kept[place + 1 :], params)
                 if reader is not None:
-                    found += 1
                     where = place + 1 + reader
                     kept[where] = _with_value(kept[where], store)
             place += 1
         return [part for part in kept if not _is_of(part, block)]
 
-    smaller = map_sequences(body, pass_on)
-    if found != reads:
-        return None
-    return _without(smaller, block)
+    smaller = _without(map_sequences(body, pass_on), block)
+    return None if _uses(smaller, block) else smaller
 
 
 def _is_of(stmt: tirx.Stmt, block: tirx.Buffer) -> bool:
@@ -139,10 +138,10 @@ def _of_one_iteration(body: tirx.Stmt, block: tirx.Buffer) -> tirx.Stmt:
     var = uses[0].indices[0]
     if not all(use.indices[0].same_as(var) for use in uses):
         return body
-    loop = next((part for part in nodes(body, tirx.For) if part.loop_var.same_as(var)), None)
-    if loop is None or len(_uses(loop.body, block)) != len(uses) or accesses(loop.body) is None:
+    loops = [part for part in walk(body) if isinstance(part, tirx.For) and part.loop_var.same_as(var)]
+    if len(loops) != 1 or accesses(loops[0].body) is None or len(_uses(loops[0].body, block)) != len(uses):
         return body
-    first = next(part for part in statements(loop.body) if _uses(part, block))
+    first = next(part for part in statements(loops[0].body) if _uses(part, block))
     if not _sets_all(first, block):
         return body
     return _sliced(body, block)

@@ -66,6 +66,17 @@ def walk(stmt: tirx.Stmt) -> Iterator[tirx.Stmt]:
         yield from walk(child)
 
 
+def expressions(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
+    """The expressions of a statement itself, without those of statements in it."""
+    if isinstance(stmt, tirx.BufferStore):
+        return [stmt.value, *stmt.indices]
+    if isinstance(stmt, tirx.Evaluate | tirx.Bind):
+        return [stmt.value]
+    if isinstance(stmt, tirx.For):
+        return [stmt.min, stmt.extent]
+    return [stmt.condition] if isinstance(stmt, tirx.IfThenElse | tirx.While) else []
+
+
 def contiguous(indices: tuple[tirx.PrimExpr, ...], var: tirx.Var) -> bool:
     """Whether the elements of neighbouring values of `var` are neighbours in memory."""
     if not indices:

@@ -17,6 +17,7 @@ from mesh_tensor.tir.nodes import int_or, is_const, nodes
 from mesh_tensor.tir.rewrite import sequence, statements
 
 from .exprs import GEMM, const
+from .fuse import expressions, walk
 
 #: Where the arguments of a product's call are.
 FACTORS, RESULT = (1, 2), 3
@@ -51,10 +52,15 @@ def own_blocks(body: tirx.Stmt) -> dict[tirx.Var, tirx.Buffer]:
     return {alloc.buffer.data: alloc.buffer for alloc in nodes(body, tirx.AllocBuffer)}
 
 
-def uses_of(data: tirx.Var, where: tirx.Stmt | tirx.PrimExpr) -> int:
-    """How often an access or a pointer is one to this memory."""
-    found = nodes(where, tirx.BufferLoad, tirx.BufferStore, tirx.Var)
-    return sum((use if isinstance(use, tirx.Var) else use.buffer.data).same_as(data) for use in found)
+def uses_of(data: tirx.Var, where: tirx.Stmt) -> int:
+    """In how many places of statements an access or a pointer is one to this memory. What is the same object twice in
+    one expression counts once."""
+    found = 0
+    for part in walk(where):
+        uses = [use for expr in expressions(part) for use in nodes(expr, tirx.BufferLoad, tirx.Var)]
+        uses += [part] if isinstance(part, tirx.BufferStore) else []
+        found += sum((use if isinstance(use, tirx.Var) else use.buffer.data).same_as(data) for use in uses)
+    return found
 
 
 def walks_all(loops: Sequence[tirx.For], indices: Sequence[tirx.PrimExpr], shape: Sequence[tirx.PrimExpr]) -> bool:
@@ -192,6 +198,8 @@ def _clearing(stmt: tirx.Stmt, when: tirx.PrimExpr, buffer: tirx.Buffer) -> tirx
     if not is_product(stmt) or uses_of(buffer.data, stmt) != 1:
         return None
     args = list(stmt.value.args)
+    if any(_points_to(args[place], buffer.data) for place in FACTORS):
+        return None
     dst = args[RESULT].args[0]
     sizes = [int_or(args[place], -1) for place in (_M, _N, _C_ROW, _C_COLUMN)]
     rows, columns = math.prod(int(size) for size in buffer.shape) // max(sizes[1], 1), sizes[1]
@@ -212,12 +220,16 @@ def _factors(stmt: tirx.Stmt, block: tirx.Var) -> int:
 
 def _changes(stmt: tirx.Stmt, block: tirx.Var) -> bool:
     """Whether a statement may write a block: anything but a plain load or a factor of a product may."""
-    stored = any(store.buffer.data.same_as(block) for store in nodes(stmt, tirx.BufferStore))
-    if stored or any(var.same_as(block) for var in nodes(stmt, tirx.Var)):
+    return any(_changes_itself(part, block) for part in walk(stmt))
+
+
+def _changes_itself(part: tirx.Stmt, block: tirx.Var) -> bool:
+    if isinstance(part, tirx.BufferStore) and part.buffer.data.same_as(block):
         return True
-    pointers = sum(_points_to(call, block) for call in nodes(stmt, tirx.Call))
-    factors = sum(_factors(part, block) for part in nodes(stmt, tirx.Evaluate))
-    return bool(pointers != factors)
+    if is_product(part):
+        return bool(_points_to(part.value.args[RESULT], block))
+    found = [node for expr in expressions(part) for node in nodes(expr, tirx.Call, tirx.Var)]
+    return any(node.same_as(block) if isinstance(node, tirx.Var) else _points_to(node, block) for node in found)
 
 
 def _points_to(call: tirx.Call, block: tirx.Var) -> bool:
