@@ -77,7 +77,7 @@ class ModulePlans:
         names, conditions = [var.name for var in self.symbols], size_conditions(func)
 
         def allowed(sizes: Mapping[str, int]) -> bool:
-            return all(condition.holds(sizes) for condition in conditions)
+            return all(c.holds(sizes) for c in conditions if c.names <= sizes.keys())
 
         found = divisions(func, names)
         if found is None:

@@ -150,10 +150,19 @@ def training_step(
         refuse(f"zero={zero!r}", fix="use 0, 1, 2 or 3")
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         refuse(f"clip_norm={shown(clip_norm)}", fix="use the largest norm that gradients may have, a number above 0")
+    if not (schedule is None or callable(schedule)):
+        refuse(f"schedule={shown(schedule)}", fix="use a function from the number of the step to a factor")
     made = any_optimizer(optimizer, options)
     scale, dtype = LossScale.make(loss_scale), _narrow(reduce_dtype)
     asked = _Asked(made, zero, clip_norm, schedule, scale, _checked_seed(seed), recompute, dtype, per_microbatch)
     if isinstance(model, ImportedModule):
+        if loss is not None:
+            refuse(
+                f"loss={shown(loss)} of an imported module",
+                where="training_step",
+                why="what it gives is the loss already",
+                fix="pass None, and import the model with its loss; or pass the torch model",
+            )
         parts = None if accumulate == 1 else microbatches_of_module(model, accumulate)
         return _step(ImportedLoss(model, {name: model.params[name] for name in model.state}), asked, parts)
     if per_microbatch:

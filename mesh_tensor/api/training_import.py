@@ -72,6 +72,12 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = Tru
             fix="pass a function of the model's result and the target, such as torch.nn.functional.mse_loss, or None "
             "where the model gives its loss",
         )
+    if strange := [shown(given) for given in inputs if not isinstance(given, torch.Tensor)]:
+        refuse(
+            f"example inputs that are no tensors: {', '.join(strange)}",
+            where="training_step",
+            fix="pass a tuple of tensors, the target last",
+        )
     if not inputs:
         refuse("training_step without inputs", fix="pass example inputs, of the sizes that are trained with")
     with buffers_kept(model) as before:

@@ -22,7 +22,7 @@ from .torch_convolutions import CONVOLUTIONS
 from .torch_dropout import converted as dropout
 from .torch_general import GENERAL, WITH_GRADIENTS
 from .torch_indexing import INDEXING, SHAPES
-from .torch_numbers import NUMBERS, Convert, promoting, root
+from .torch_numbers import NUMBERS, Convert, of_tvm, promoting, root
 
 _aten = torch.ops.aten
 
@@ -114,11 +114,19 @@ def group_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 
 def rms_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """Over the last dims; an eps of None is the dtype's."""
+    """Over the last dims; an eps of None is that of the dtype in which torch computes."""
     x, sizes, weight, epsilon = arguments(node, importer, 2, weight=None, eps=None)
     if epsilon is None:
-        epsilon = torch.finfo(node.args[0].meta["val"].dtype).eps  # type: ignore[union-attr]
+        dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+        epsilon = torch.finfo(torch.float32 if dtype.itemsize < 4 else dtype).eps
     return emit(importer, relax.op.nn.rms_norm(x, _filled(weight, 1, sizes, x), axes=_last(sizes), epsilon=epsilon))
+
+
+def as_strided(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """The memory of a tensor, which is known of one that lies in one piece."""
+    if not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
+        refuse("it looks at the memory of a tensor that does not lie in one piece")
+    return of_tvm(node, importer)
 
 
 def wide_variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -245,6 +253,7 @@ CONVERTERS: dict[str, Convert] = {
     "_native_batch_norm_legit_functional.default": batch_norm,
     "add.Tensor": with_alpha(relax.op.add),
     "addmm.default": addmm,
+    "as_strided.default": as_strided,
     "bilinear.default": bilinear,
     "bmm.default": matmul,
     "counted_dropout.default": dropout,

@@ -114,6 +114,11 @@ class CountedOnce:
             return value
         return tirx.if_then_else(condition, value, neutral_element(op or partial_op, value.dtype))
 
+    def looked_up(self, product: Statement) -> list[Statement]:
+        """The copies of which other devices have nothing, so that they leave a product of it out."""
+        copies = [reduction.products.get(product) for _, reduction in self._splits]
+        return [copy for copy in copies if copy is not None]
+
     def started(self, statement: Statement, value: tirx.PrimExpr) -> tirx.PrimExpr:
         """A value in which 0 stands in for maxima that are still the lowest value: nothing counts yet of such a row,
         and the lowest value can't be taken from itself. The first device has what the whole kernel has."""
@@ -188,6 +193,7 @@ class LocalTileOps:
         body = sequence([*self.masks.loops(statement), call])
         body = self.masks.skipped(statement, body, args[destination])
         zero = tile_op("fill", args[destination], neutral_element("sum", statement.target.buffer.dtype))
+        body = guarded(body, [owned for copy in self.once.looked_up(statement) for owned in self.values.owned(copy)])
         return guarded(body, self.values.owned(statement), zero)
 
     def _value_atomic(self, statement: Statement, record: tile_ops.Atomic) -> tirx.Stmt:

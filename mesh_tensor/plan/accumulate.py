@@ -17,7 +17,7 @@ from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 from .batch_kinds import Kind, Mean, Mixed, Sum
 from .batch_parts import BatchParts, batch_parts
-from .gradient import constants_of, gradients_made, loss_of, readable, reverse
+from .gradient import constants_of, gradients_made, loss_of, loss_with, readable, reverse
 from .ir import Graph, Node, Value, leaves, map_tree, nodes_before
 from .joint import Joint, Writer
 from .reader import read_graph
@@ -72,6 +72,7 @@ def accumulated(
         MeshTensorError: as `gradient_function`; or the loss is neither a sum nor a mean over rows.
     """
     mod, read = readable(mod, function)
+    loss_with(leaves(read.result), len(written), function)
     whole = None if batches.whole is None else readable(batches.whole, function)[0]
     found = batch_parts(
         mod,

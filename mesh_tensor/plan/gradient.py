@@ -243,6 +243,14 @@ def depending_on(graph: Graph, wrt: Sequence[Value], *, through_stops: bool = Fa
     return active
 
 
+def loss_with(results: list[Value], others: int, function: str) -> Value:
+    """The first result, which is differentiated; so many others come after it."""
+    loss = loss_of(results, 0, function)
+    if len(results) != 1 + others:
+        refuse(f"{function!r} has {len(results)} results", fix="return the loss alone")
+    return loss
+
+
 def loss_of(results: list[Value], number: int, function: str) -> Value:
     """The result that is differentiated."""
     if not -len(results) <= number < len(results):

@@ -12,14 +12,13 @@ from tvm import ir, relax
 
 from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, relax_function, source_names
 from mesh_tensor.base.dtypes import NARROW
-from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.optimizer import Optimizer
 from mesh_tensor.rules.operator.call_text import info_of
 from mesh_tensor.rules.operator.narrowed import narrowed_call
 from mesh_tensor.rules.operator.update import NUMBERS, slots_of, update_call
 
 from .accumulate import Accumulated, Microbatches, Recompute, Seed, accumulated
-from .gradient import SEED, forward_part, gradients_made, loss_of, reverse, taken_backward
+from .gradient import SEED, forward_part, gradients_made, loss_with, reverse, taken_backward
 from .ir import STATE_ATTR, Value, leaves
 from .joint import Writer
 from .recompute import AUTO, Again, computed_again
@@ -129,9 +128,7 @@ def _gradients(
         return accumulated(mod, function, parameters, microbatches, seed, recompute, buffers)
     joint = forward_part(mod, function)
     results = leaves(joint.graph.result)
-    loss = loss_of(results, 0, function)
-    if len(results) != 1 + len(buffers):
-        refuse(f"{function!r} has {len(results)} results", fix="return the loss alone")
+    loss = loss_with(results, len(buffers), function)
     values = [value for value in joint.graph.params if value.name in parameters]
     taken = Again(joint, recompute(joint.graph))
     reverse(joint, {loss: seed(joint.writer, loss)}, values, taken)

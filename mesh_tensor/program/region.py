@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 from mesh_tensor.plan.index_checks import IndexCheck
 from mesh_tensor.rules.operator import OpCall
@@ -19,6 +18,7 @@ from .sized_calls import NotSizedError, numbers_of, with_sizes
 from .steps import AllocStep, CollectiveStep, FreeStep, OpStep, Step, WaitStep
 
 _Slots = tuple[int, ...]  # numbers of terms
+_Key = tuple[int, _Slots]  # of a call: whose it is in the plan that is known, and its numbers
 
 
 class NotRegionError(Exception):
@@ -80,19 +80,16 @@ class Region:
         self._values = [(name, value, self._changing(next(slots))) for name, value in made.values.items()]
         self._ports = [(port, self._changing(next(slots))) for port in self._plan.ports]
         self._checks = [(check, self._changing(next(slots))) for check in self._plan.index_checks]
-        self._calls: dict[tuple[int, _Slots], OpCall] = {}
-        self._steps: list[tuple[Step, Any]] = []
-        more = iter(self._more)
-        for step in made.steps:
-            if isinstance(step, OpStep):
-                own, key = next(more), (id(step.call), next(slots))
-                if self._changing(key[1]) is None and not self._beside.is_open(own):
-                    self._steps.append((step, None))
-                    continue
-                self._calls[key] = step.call
-                self._steps.append((step, (key, own)))
-            else:
-                self._steps.append((step, None))
+        self._calls: dict[_Key, OpCall] = {}
+        self._ops: dict[
+            int, tuple[_Key, int]
+        ] = {}  # of steps by number, those that change: their call, and flops beside
+        ops = [(number, step) for number, step in enumerate(made.steps) if isinstance(step, OpStep)]
+        for (number, op), own, of_call in zip(ops, self._more, slots, strict=True):
+            if self._changing(of_call) is not None or self._beside.is_open(own):
+                key = id(op.call), of_call
+                self._calls[key] = op.call
+                self._ops[number] = key, own
 
     def _changing(self, slots: _Slots) -> _Slots | None:
         return slots if any(map(self._terms.is_open, slots)) else None
@@ -110,41 +107,41 @@ class Region:
                 found = known[slots] = tuple([numbers[slot] for slot in slots])
             return found
 
-        plan, stages = self._plan, cache(lambda: self._exact(sizes).stages())
-        values = {
-            name: value if slots is None else shaped(value, at(slots)) for name, value, slots in self._values
-        }
+        values = {name: value if slots is None else shaped(value, at(slots)) for name, value, slots in self._values}
         calls = {key: with_sizes(call, at(key[1])) for key, call in self._calls.items()}
+        plan, stages = self._plan, cache(lambda: self._exact(sizes).stages())
+        program = replace(
+            plan.made.program,
+            values=values,
+            steps=self._sized_steps(values, calls, more),
+            decided=lambda: decided_in(stages().made.program),
+        )
+        return replace(
+            plan,
+            made=replace(plan.made, program=program),
+            ports=tuple([port if slots is None else _port(port, at(slots)) for port, slots in self._ports]),
+            index_checks=tuple([c if slots is None else _check(c, at(slots)) for c, slots in self._checks]),
+            stages=stages,
+        )
+
+    def _sized_steps(
+        self, values: Mapping[str, ProgramValue], calls: Mapping[_Key, OpCall], more: Sequence[int]
+    ) -> tuple[Step, ...]:
         counted = {key: count_flops(call) for key, call in calls.items()}
         collectives: dict[int, CollectiveStep] = {}
         steps: list[Step] = []
-        for step, change in self._steps:
-            if isinstance(step, (CollectiveStep, WaitStep)):
-                start = step.collective
-                if id(start) not in collectives:
-                    collectives[id(start)] = _sized_collective(start, values)
-                own = collectives[id(start)]
-                steps.append(own if step is start else WaitStep(own))
-            elif change is None:
-                steps.append(step)
-            else:
-                key, beside = change
-                flops = counted[key] + more[beside]
-                steps.append(
-                    OpStep(calls[key], step.args, step.results, step.whole, flops, step.where, None, step.checked)
-                )
-        program = replace(
-            plan.made.program, values=values, steps=tuple(steps), decided=lambda: decided_in(stages().made.program)
-        )
-        return ModulePlan(
-            replace(plan.made, program=program),
-            tuple([port if slots is None else _port(port, at(slots)) for port, slots in self._ports]),
-            plan.params,
-            plan.state,
-            tuple([check if slots is None else _check(check, at(slots)) for check, slots in self._checks]),
-            plan.base,
-            stages,
-        )
+        for number, step in enumerate(self._plan.made.program.steps):
+            if isinstance(step, OpStep) and number in self._ops:
+                key, beside = self._ops[number]
+                flops, call = counted[key] + more[beside], calls[key]
+                step = OpStep(call, step.args, step.results, step.whole, flops, step.where, None, step.checked)
+            elif isinstance(step, (CollectiveStep, WaitStep)):
+                own = collectives.get(id(step.collective))
+                if own is None:
+                    own = collectives[id(step.collective)] = _sized_collective(step.collective, values)
+                step = WaitStep(own) if isinstance(step, WaitStep) else own
+            steps.append(step)
+        return tuple(steps)
 
 
 def _are_sized(plan: ModulePlan) -> bool:
@@ -190,6 +187,6 @@ def _check(check: IndexCheck, numbers: Sequence[int]) -> IndexCheck:
     return replace(check, size=numbers[0], lowest=numbers[1])
 
 
-def _sized_collective(step: CollectiveStep, values: dict[str, ProgramValue]) -> CollectiveStep:
+def _sized_collective(step: CollectiveStep, values: Mapping[str, ProgramValue]) -> CollectiveStep:
     moved = bytes_received(step.kind, values[step.src], values[step.dst], step.axes)
     return step if step.bytes == moved else replace(step, bytes=moved)

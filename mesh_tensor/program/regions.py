@@ -10,6 +10,7 @@ the one that planning gives, but for what costs decide, which are no such sums: 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -22,6 +23,7 @@ from .region import NotRegionError, Region
 from .size_terms import Box, Divisions, Sizes
 
 _SPREAD = 4  # how many times as large, or as small, as a size the others of its region are
+_ASKED = 3  # sizes of a class, from which on a region is looked for
 _FAILURES = 3  # of a class of sizes, after which no region is looked for
 
 
@@ -59,12 +61,12 @@ class Regions:
         self._asked[kind] += 1
         for seen, size in zip(self._seen, sizes, strict=True):
             seen.add(size)
-        if self._asked[kind] > 1 and self._failed[kind] < _FAILURES and not self._is_within(sizes):
-            region = self._region(sizes, plan)
-            if region is None:
+        if self._asked[kind] >= _ASKED and self._failed[kind] < _FAILURES and not self._is_within(sizes):
+            found = self._region(sizes, plan)
+            if found is None:
                 self._failed[kind] += 1
             else:
-                self._known.put((region.box.low, region.box.high), region)
+                self._known.put((found.box.low, found.box.high), found)
         return plan
 
     def _is_within(self, sizes: Sizes) -> bool:
@@ -127,7 +129,7 @@ class Regions:
         found = []
         for low, high, period in zip(box.low, box.high, box.periods, strict=True):
             steps = (high - low) // period
-            middle = (Box((0,), (steps,), (1,)), steps // 2)
-            near = sorted(range(1, steps), key=lambda at: abs(at - middle[1]))
-            found.append(low + period * next((at for at in near if middle[0].tells_periods((at,))), 0))
+            # Two parts without a common factor are next to the middle, unless there are fewer than two parts.
+            at = next((at for at in range(steps // 2, 0, -1) if math.gcd(at, steps - at) == 1), 0)
+            found.append(low + period * at)
         return tuple(found)

@@ -98,7 +98,9 @@ class Terms:
         """Whether at sizes where terms are these `values`, some that are open are as others by chance, or as
         constants."""
         chosen = [values[number] for number in self._open]
-        return len(set(chosen)) < len(chosen) or not self._fixed.isdisjoint(chosen) or any(c in constants for c in chosen)
+        return (
+            len(set(chosen)) < len(chosen) or not self._fixed.isdisjoint(chosen) or any(c in constants for c in chosen)
+        )
 
 
 @dataclass(frozen=True, eq=False)

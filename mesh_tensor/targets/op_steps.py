@@ -39,11 +39,17 @@ Shapes = tuple[Shape, ...]
 _KNOWN: Recent[tuple, TileCall] = Recent(4096)  # of alike calls, as in a model's layers
 
 
-def tile_functions(step: OpStep, program: Program, ranks: Sequence[int], target: Target) -> list[TileFunction]:
-    """Per rank the step as a function of the operands' tiles; it gives the results' tiles."""
+def tile_calls(step: OpStep, program: Program, ranks: Sequence[int], target: Target) -> list[TileCall]:
+    """Per rank the step's call of torch on tiles; for steps of one call, on values that lie alike, the same."""
     if step.checked or differs_by_rank(step) or _looks_at_values(step.call):
-        return [TileFunction(step, _tile_call(step, program, rank, target)) for rank in ranks]
-    return [TileFunction(step, _tile_call(step, program, ranks[0], target))] * len(ranks)
+        return [_tile_call(step, program, rank, target) for rank in ranks]
+    return [_tile_call(step, program, ranks[0], target)] * len(ranks)
+
+
+def tile_functions(step: OpStep, calls: Sequence[TileCall]) -> list[TileFunction]:
+    """Per rank the step as a function of the operands' tiles, by its call of torch; it gives the results' tiles."""
+    made = {id(call): TileFunction(step, call) for call in calls}
+    return [made[id(call)] for call in calls]
 
 
 class Section:

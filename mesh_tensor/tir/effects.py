@@ -35,7 +35,8 @@ OF_A_PROGRAM = (
     | _ops("tirx", "ptx_ldmatrix ptx_mma tvm_thread_allreduce tvm_warp_activemask tvm_warp_shuffle")
     | _ops("tirx", "tvm_warp_shuffle_down tvm_warp_shuffle_up tvm_warp_shuffle_xor")
     | _ops("tl", "mbarrier_expect_tx mbarrier_wait_parity ptx_ldmatrix ptx_stmatrix region")
-    | _ops("tl.tileop", "copy cummax cumsum fill gemm gemm_sp reduce transpose wgmma_gemm")
+    | _ops("tl.tileop", "copy cummax cumsum fill gemm gemm_blockscaled gemm_sp reduce transpose")
+    | _ops("tl.tileop", "tcgen05_gemm tcgen05_gemm_blockscaled tcgen05_gemm_sp wgmma_gemm wgmma_gemm_sp")
 )
 #: Attributes of a kernel's body that say how blocks are run, and not what they compute.
 HINT_ATTRS = frozenset(("threadblock_swizzle_pattern", "tl.min_blocks_per_sm"))

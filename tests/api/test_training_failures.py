@@ -53,6 +53,21 @@ def test_what_is_no_loss():
     assert "loss='mse' is no function" in _refused(mt.training_step, model, "mse", (x, y))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loss_with_other_results(count):
+    model, x, y = _model()
+    loss = lambda out, target: (F.cross_entropy(out, target), out)  # noqa: E731
+    assert "'main' has 2 results" in _refused(mt.training_step, model, loss, (x, y), accumulate=count)
+
+
+def test_what_is_no_tensor_no_schedule_and_no_loss_of_a_module():
+    model, x, y = _model()
+    assert "no tensors: 3.0" in _refused(mt.training_step, model, F.cross_entropy, (x, 3.0))
+    assert "schedule=3" in _refused(mt.training_step, model, F.cross_entropy, (x, y), schedule=3)
+    module = mt.from_torch(torch.export.export(model, (x,)))
+    assert "of an imported module" in _refused(mt.training_step, module, F.cross_entropy, (x, y))
+
+
 def test_no_inputs():
     assert "without inputs" in _refused(mt.training_step, nn.Linear(2, 2), F.cross_entropy)
 

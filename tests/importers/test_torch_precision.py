@@ -76,6 +76,7 @@ class Function(nn.Module):
         lambda x: (x.std(1), *torch.std_mean(x, 0)),
         lambda x: F.normalize(x),
         lambda x: F.local_response_norm(x[None], 2),
+        lambda x: F.rms_norm(x, (8,)),
         lambda x: torch.addmm(x @ x.t()[:, :1], x, x.t(), alpha=1e-4, beta=1e-4),
         lambda x: F.batch_norm(x, x.new_zeros(8), x.new_ones(8), training=True),
     ],

@@ -261,6 +261,8 @@ class Pipeline:
             self._check_ran()
             if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
                 refuse(f"max_norm={shown(max_norm)}", fix="give the largest norm of all gradients, more than 0")
+            if not callable(rule):
+                refuse(f"rule={shown(rule)}", fix="give a function of a weight, its gradient and a dict that is kept")
             return {"update": ", ".join(self.trained), "max_norm": str(max_norm)}, None
 
         def run(_: None) -> None:

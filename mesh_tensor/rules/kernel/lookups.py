@@ -16,6 +16,7 @@ from tvm import tirx
 
 from mesh_tensor.base.window import Reach, Reaches
 from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.nodes import same_expression
 from mesh_tensor.tir.short_loops import running
 
 from .bounded_indices import Distance
@@ -23,45 +24,81 @@ from .coordinates import Coordinates
 from .data_indices import is_bound_to_loads, is_loaded, only_writes, takes_one
 from .factor_derivation import Dim
 from .factors import Factor
+from .looked_up_products import LookedUpProducts, Use
 from .partial_values import PartialValues
 from .reader import known_uses
 from .reductions import Reduction
 from .statements import Access, Kernel, Loop, Statement
 
-Uses = Sequence[tuple[Statement, Access]]
-
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
-    """A dim that is indexed by data, as a factor that no loop walks; and what is partial where it is split."""
+    """Dims that are indexed by data, as a factor that no loop walks; and what is partial where they are split."""
 
-    dim: Dim
+    dims: tuple[Dim, ...]
     factor: Factor
     reduction: Reduction
 
 
 def candidates(kernel: Kernel, coordinates: Coordinates) -> list[Factor]:
-    """The dims that may be such, as factors without names."""
-    return [
-        Factor("", kernel.params[param].shape[dim], ((param, dim),), {})
-        for param, dim in coordinates.detached
-        if _is_indexed_by_data(kernel, kernel.params[param], dim)
+    """The dims that may be such, as factors without names; first those of several tables at one place."""
+    found = [
+        (param, dim) for param, dim in coordinates.detached if _is_indexed_by_data(kernel, kernel.params[param], dim)
     ]
+    dims = [(place,) for place in found]
+    return [_factor(kernel, places) for places in (*_at_one_place(kernel, coordinates, found), *dims)]
 
 
-def lookup(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Lookup | None:
-    """What splitting a candidate means; None if nothing is known of that."""
-    (place,) = factor.dims
-    param, dim = place
-    uses = known_uses(kernel, kernel.params[param])
+def _factor(kernel: Kernel, dims: tuple[Dim, ...]) -> Factor:
+    param, dim = dims[0]
+    return Factor("", kernel.params[param].shape[dim], dims, {})
+
+
+def _at_one_place(kernel: Kernel, coordinates: Coordinates, dims: Sequence[Dim]) -> list[tuple[Dim, ...]]:
+    """Dims of one length that are looked up at the same place, of several tables of blocks that are multiplied."""
+    groups: list[tuple[tirx.PrimExpr, tirx.PrimExpr, list[Dim]]] = []
+    for param, dim in dims:
+        buffer = kernel.params[param]
+        uses = [(statement, access, dim) for statement, access in known_uses(kernel, buffer)]
+        places = [access.indices[dim] for _, access, _ in uses]
+        multiplied = LookedUpProducts(kernel, coordinates, uses).copies.values()
+        if not all(statement in multiplied for statement, *_ in uses):
+            continue
+        if not all(same_expression(place, places[0]) for place in places):
+            continue
+        alike = (
+            group
+            for place, size, group in groups
+            if same_expression(place, places[0]) and same_expression(size, buffer.shape[dim])
+        )
+        together = next(alike, None)
+        if together is None:
+            groups.append((places[0], buffer.shape[dim], [(param, dim)]))
+        else:
+            together.append((param, dim))
+    return [tuple(group) for *_, group in groups if len({param for param, _ in group}) == len(group) > 1]
+
+
+def lookups(kernel: Kernel, coordinates: Coordinates, factors: Sequence[Factor]) -> Iterator[Lookup]:
+    """What splitting each of the candidates means of which something is known; a dim is in one of them."""
+    taken = set[Dim]()
+    for factor in factors:
+        found = _lookup(kernel, coordinates, factor) if taken.isdisjoint(factor.dims) else None
+        if found is not None:
+            taken.update(factor.dims)
+            yield found
+
+
+def _lookup(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Lookup | None:
+    uses = [(s, access, dim) for param, dim in factor.dims for s, access in known_uses(kernel, kernel.params[param])]
     if not uses:
         return None
-    if any(access is statement.write for statement, access in uses):
-        return Lookup(place, factor, Reduction()) if all(only_writes(s, a) for s, a in uses) else None
-    if not all(takes_one(statement, access, dim) for statement, access in uses):
+    if any(access is statement.write for statement, access, _ in uses):
+        return Lookup(factor.dims, factor, Reduction()) if all(only_writes(s, a) for s, a, _ in uses) else None
+    if not all(takes_one(*use) for use in uses):
         return None
     reduction = _reduction(kernel, coordinates, factor, uses)
-    return None if reduction is None else Lookup(place, factor, reduction)
+    return None if reduction is None else Lookup(factor.dims, factor, reduction)
 
 
 def _is_indexed_by_data(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
@@ -72,11 +109,13 @@ def _is_indexed_by_data(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
     return all(is_loaded(kernel, s, access, dim) or is_bound_to_loads(kernel, s, access, dim) for s, access in uses)
 
 
-def _reduction(kernel: Kernel, coordinates: Coordinates, factor: Factor, uses: Uses) -> Reduction | None:
+def _reduction(kernel: Kernel, coordinates: Coordinates, factor: Factor, uses: Sequence[Use]) -> Reduction | None:
     """What is partial, as of any factor that is combined over."""
-    partial = PartialValues(kernel, coordinates, factor)
-    problems = [partial.add(statement, statement.op or "sum", ()) for statement in _once(uses)]
-    if any(problems) or partial.follow() is not None:
+    products = LookedUpProducts(kernel, coordinates, uses)
+    partial = PartialValues(kernel, coordinates, factor, products=products.blocks)
+    statements = dict.fromkeys(statement for statement, *_ in uses)
+    problems = [partial.add(statement, statement.op or "sum", ()) for statement in statements]
+    if any(problems) or partial.follow() is not None or not products.are_linear(partial):
         return None
     gated = []
     for statement, problem in partial.starts():
@@ -85,11 +124,8 @@ def _reduction(kernel: Kernel, coordinates: Coordinates, factor: Factor, uses: U
         gated.append(statement)
     if partial.why_not_cut() is not None:
         return None
-    return Reduction(partial.ops, {}, tuple(gated), partial.cut, partial.completed)
-
-
-def _once(uses: Uses) -> Iterator[Statement]:
-    yield from dict.fromkeys(statement for statement, _ in uses)
+    ops, used = partial.ops, products.used(partial)
+    return Reduction(ops, {}, tuple(gated), partial.cut, partial.completed, products=used)
 
 
 def find_windows(kernel: Kernel, coordinates: Coordinates) -> dict[Dim, tuple[Factor, Reaches]]:

@@ -7,7 +7,7 @@ kernel is cut, and the value completed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tvm import tirx
@@ -40,6 +40,8 @@ class _Partial:
 class PartialValues:
     """The live ranges that splitting one factor leaves partial, as far as they have been added and followed.
 
+    `products`: statements that leave what they read in one place partial, though it is a factor there.
+
     What adds or follows returns why the factor can't be split for what it finds, None if it can."""
 
     def __init__(
@@ -49,11 +51,13 @@ class PartialValues:
         factor: Factor,
         states: Sequence[State] = (),
         explained: Collection[Statement] = (),
+        products: Mapping[Statement, Access] | None = None,
     ):
         self._kernel, self._coordinates, self._factor = kernel, coordinates, factor
         self._partial: dict[LiveRange, _Partial] = {}
         self._accounted: dict[Statement, set[tirx.Var]] = {}
         self._uses: list[Use] = []
+        self._products = products or {}
         self._explained = set(explained) | {statement for state in states for statement in state.explained}
         self._scaled = {live_range for state in states for live_range in state.scaled}
         self._logs = {log.held for state in states for log in state.logs}
@@ -134,6 +138,8 @@ class PartialValues:
         own = None if statement.write is None else self._kernel.own.get(statement.write.buffer.name)
         if own is not None:
             return self.add(statement, own, partial.outer) if own else None
+        if self._products.get(statement) is access:
+            return self._pass_on(statement, partial)
         is_plain = live_range not in self._scaled
         if (
             is_plain

@@ -38,7 +38,8 @@ class Reduction:
     count on one device only. `cut`: the top-level statement before which the partial values must be completed, None if
     only outputs are partial; `completed` are the live ranges that are used whole. `masked`: False where padding that a
     block reaches past the tile's end is known to be neutral. `states`: what loops carry that is combined, but is no
-    plain reduction; `scans`: what each carries in order."""
+    plain reduction; `scans`: what each carries in order. `products`: those of blocks that one device looked up, each
+    with the copy that did; the others leave them out."""
 
     partial: Mapping[LiveRange, str] = field(default_factory=dict)
     updates: Mapping[Statement, Linear] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Reduction:
     masked: bool = True
     states: tuple[State, ...] = ()
     scans: tuple[Scan, ...] = ()
+    products: Mapping[Statement, Statement] = field(default_factory=dict)
 
     @property
     def scan(self) -> Scan | None:

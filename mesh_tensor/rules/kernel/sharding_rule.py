@@ -20,7 +20,7 @@ from .factor_derivation import Dim
 from .factors import Factor
 from .granularity import Refined
 from .live_ranges import LiveRanges, Taints, find_taints
-from .lookups import candidates, find_windows, lookup
+from .lookups import candidates, find_windows, lookups
 from .normalize import ANALYSES, normalize
 from .packed_rows import packed_rows
 from .padding import is_inside
@@ -140,15 +140,16 @@ def analyse(func: tirx.PrimFunc, in_windows: tuple[Dim, ...] = ()) -> Analysis:
             first=verdict.first,
         )
         reductions[new] = verdict.reduction
-    windows, lookups = find_windows(kernel, derived.with_factors(factors)), dict[Dim, Factor]()
+    windows, by_data = find_windows(kernel, derived.with_factors(factors)), dict[Dim, Factor]()
     for old in packed:
         new = factors[old] = replace(old, name=names[old])
         reductions[new] = Reduction()
-        lookups |= dict.fromkeys(new.dims, new)
-    for found in filter(None, (lookup(kernel, derived, old) for old in indexed)):
+        by_data |= dict.fromkeys(new.dims, new)
+    for found in lookups(kernel, derived, indexed):
         new = factors[found.factor] = replace(found.factor, name=names[found.factor])
-        reductions[new], lookups[found.dim] = found.reduction, new
-    return Analysis(kernel, derived.with_factors(factors), reductions, taints, windows, lookups)
+        reductions[new] = found.reduction
+        by_data |= dict.fromkeys(found.dims, new)
+    return Analysis(kernel, derived.with_factors(factors), reductions, taints, windows, by_data)
 
 
 def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:

@@ -30,8 +30,10 @@ from mesh_tensor.targets.op_steps import (
     differs_by_rank,
     in_sections,
     recorded_pairs,
+    tile_calls,
     tile_functions,
 )
+from mesh_tensor.targets.straight_line import TileCall
 from mesh_tensor.targets.totals import totals_of
 
 
@@ -46,6 +48,7 @@ class VirtualMesh:
             name: layout_of(v.shape, torch_dtype(v.dtype), v.sharding) for name, v in program.values.items()
         }
         self._target, self._poison, self._totals = target, poison, totals
+        self._kinds: dict[tuple, _OpKind] = {}
         _check_storages(program)
         self._records = recorded_pairs(program)
         alone = program.mesh.num_devices == 1 and not poison
@@ -106,22 +109,38 @@ class VirtualMesh:
         results, unless these are written again."""
         # Devices with equal operands share results, but the padding of each is its own. What looks at where the device
         # stands makes its padding on purpose.
-        differs = differs_by_rank(step)
-        poison = self._poison and not differs
-        stored = self.program.values
+        stored, kind = self.program.values, self._kind(step)
         results = tuple([stored[name].storage for name in step.results])
         # What a later step works on in place, as collectives do on buckets, each device has for itself.
-        last = all(self.program.last_writes.get(name, step) is step for name in results)
+        writes = self.program.last_writes
+        last = all(writes.get(name, step) is step for name in results)
         return _OpAction(
-            tile_functions(step, self.program, range(self.program.mesh.num_devices), self._target),
+            tile_functions(step, kind.calls),
             tuple([stored[name].storage for name in step.args]),
             results,
-            tuple([self.layouts[name].tile_bytes for name in step.results]),
-            tuple([self.layouts[name] for name in step.results]) if poison else None,
-            totals_of(step, results, self._totals),
-            alike=not differs and not poison and last,
-            apart=pays_apart(step.call),
+            kind.sizes,
+            kind.poisoned,
+            totals_of(step, results, self._totals) if self._totals else (),
+            alike=kind.alike and last,
+            apart=kind.apart,
         )
+
+    def _kind(self, step: OpStep) -> _OpKind:
+        """What is the same for all steps of one call on values that lie alike, as those of a model's layers."""
+        layouts, whole = self.layouts, tuple([name in step.whole for name in step.results])
+        comes, gives = (tuple([layouts[name] for name in group]) for group in (step.args, step.results))
+        key = step.call, id(step.kernel), step.checked, whole, comes, gives
+        if key not in self._kinds:
+            differs = differs_by_rank(step)
+            poison = self._poison and not differs
+            self._kinds[key] = _OpKind(
+                tile_calls(step, self.program, range(self.program.mesh.num_devices), self._target),
+                tuple([layout.tile_bytes for layout in gives]),
+                gives if poison else None,
+                alike=not differs and not poison,
+                apart=pays_apart(step.call),
+            )
+        return self._kinds[key]
 
     def collective(self, step: CollectiveStep) -> Action | None:
         """Tiles change from the layout of `src` to that of `dst`. Devices that end with the same tile share it where
@@ -185,6 +204,17 @@ class VirtualMesh:
     def free(self, step: FreeStep) -> Action:
         """The tiles are forgotten."""
         return lambda memory: memory.drop(step.storage)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpKind:
+    """What of an _OpAction is the same for steps that are alike; `calls` are those of each device."""
+
+    calls: list[TileCall]
+    sizes: tuple[int, ...]
+    poisoned: tuple[Layout, ...] | None
+    alike: bool
+    apart: bool
 
 
 @dataclass(slots=True, eq=False)

@@ -172,6 +172,8 @@ def test_a_rule_that_makes_no_weight_is_refused(model, module):
     run(*batch(6))
     with pytest.raises(mt.MeshTensorError, match=r"the rule makes 3 of the weight '.*', which is MeshTensor"):
         run.update(lambda weight, gradient, state: 3)
+    with pytest.raises(mt.MeshTensorError, match="rule=None"):
+        run.update(None)
 
 
 def test_explain_says_what_each_mesh_does_holds_and_gets(model, module):

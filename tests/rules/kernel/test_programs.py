@@ -56,6 +56,39 @@ def by_warps(rows, length=32):
     return main
 
 
+def by_tensor_cores(batch, together=False):
+    """A product per program, of Blackwell's own kind, behind a barrier; `together`: two programs make one, each with
+    half of the columns."""
+    columns = 32 if together else 64
+
+    @T.prim_func
+    def main(
+        A: T.Tensor((batch, 128, 64), "bfloat16"),
+        B: T.Tensor((batch, 64, columns), "bfloat16"),
+        C: T.Tensor((batch, 128, 64), "float32"),
+    ):
+        with T.Kernel(batch, threads=128) as bz:
+            A_shared = T.alloc_shared((128, 64), "bfloat16")
+            B_shared = T.alloc_shared((64, columns), "bfloat16")
+            C_tmem = T.alloc_tmem((128, 64), "float32")
+            C_local = T.alloc_fragment((128, 64), "float32")
+            done = T.alloc_barrier(1)
+            T.copy(A[bz, 0, 0], A_shared)
+            T.copy(B[bz, 0, 0], B_shared)
+            T.tcgen05_gemm(A_shared, B_shared, C_tmem, mbar=done, clear_accum=True, use_2cta=together)
+            T.mbarrier_wait_parity(done, 0)
+            T.copy(C_tmem, C_local)
+            T.copy(C_local, C[bz, 0, 0])
+
+    return main
+
+
+def test_products_of_two_programs_are_not_taken_apart():
+    layouts = {name: {"x": 0} for name in "ABC"}
+    with machine(1), pytest.raises(mt.MeshTensorError, match="a product of two blocks of a cluster"):
+        lowered(by_tensor_cores(64, together=True), MESH, layouts, strict=True)
+
+
 def assert_same(local, expected):
     """The same kernel, whatever it is called and is told besides."""
     expected, local = normalize(expected), normalize(local)
@@ -68,8 +101,12 @@ def assert_same(local, expected):
 
 @pytest.mark.parametrize(
     ("make", "layouts"),
-    [(gemv_by_threads, {"A": {"x": 0}, "x": {}, "y": {"x": 0}}), (by_warps, {"A": {"x": 0}, "B": {"x": 0}})],
-    ids=["gemv", "warps"],
+    [
+        (gemv_by_threads, {"A": {"x": 0}, "x": {}, "y": {"x": 0}}),
+        (by_warps, {"A": {"x": 0}, "B": {"x": 0}}),
+        (by_tensor_cores, {"A": {"x": 0}, "B": {"x": 0}, "C": {"x": 0}}),
+    ],
+    ids=["gemv", "warps", "tensor cores"],
 )
 def test_a_device_runs_the_kernel_of_its_rows(make, layouts):
     with machine(1):
