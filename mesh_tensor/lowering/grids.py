@@ -15,7 +15,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.tir.grids import Grids, zeros_like
 from mesh_tensor.tir.nodes import function_name
 
-from .layouts import Collective, LocalKernel, LocalView, Lowered, Tensor
+from .local_view import Collective, LocalKernel, LocalView, Lowered, Tensor
 
 
 @dataclass(frozen=True, eq=False)

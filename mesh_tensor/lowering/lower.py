@@ -20,7 +20,7 @@ from mesh_tensor.tir.views import declared
 
 from .cut import make_param
 from .grids import LoweredGrids
-from .layouts import Collective, LocalKernel, Tensor
+from .local_view import Collective, LocalKernel, Tensor
 from .pipeline import Lowered, lower_kernel
 from .splits import coordinate_var
 

@@ -18,7 +18,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.padded_blocks import widen
 
-from .layouts import LocalKernel
+from .local_view import LocalKernel
 from .localize import localize
 from .splits import DeviceCoordinates, Split
 

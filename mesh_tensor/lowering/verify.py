@@ -28,7 +28,7 @@ from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.views import declared
 
-from .layouts import Collective, LocalKernel, Lowered, Tensor
+from .local_view import Collective, LocalKernel, Lowered, Tensor
 from .splits import ceildiv
 
 

@@ -12,7 +12,7 @@ from tvm import tirx
 from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.machine import Machine
-from mesh_tensor.lowering.layouts import Collective, LocalKernel, LocalView, Tensor
+from mesh_tensor.lowering.local_view import Collective, LocalKernel, LocalView, Tensor
 from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.lowering.verify import other_tiles

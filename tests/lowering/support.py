@@ -8,7 +8,7 @@ import torch
 from tvm import tirx
 
 import mesh_tensor as mt
-from mesh_tensor.lowering.layouts import Collective, LocalKernel
+from mesh_tensor.lowering.local_view import Collective, LocalKernel
 from mesh_tensor.lowering.pipeline import Lowered, lower_kernel
 
 Shardings = Mapping[str, Mapping[str, int | None]]

@@ -7,7 +7,7 @@ import tilelang.language as T
 
 import mesh_tensor as mt
 from mesh_tensor.lowering import verify
-from mesh_tensor.lowering.layouts import Collective, LocalKernel
+from mesh_tensor.lowering.local_view import Collective, LocalKernel
 from mesh_tensor.lowering.lower import collective_block
 from mesh_tensor.lowering.verify import VerificationError
 from mesh_tensor.program.from_kernel import build_program

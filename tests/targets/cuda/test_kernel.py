@@ -13,7 +13,7 @@ from kernels.matmul import matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.rms_norm import rms_norm
 from kernels.softmax import softmax
-from mesh_tensor.lowering.layouts import LocalKernel
+from mesh_tensor.lowering.local_view import LocalKernel
 from mesh_tensor.lowering.pipeline import lower_kernel
 from mesh_tensor.targets.cuda.kernel import compile_for_cuda, cuda_binary, cuda_source
 from tests.constructs.tile_operations import reducer
