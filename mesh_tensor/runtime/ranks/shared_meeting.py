@@ -83,6 +83,8 @@ def _reached(address: bytes, end: float) -> socket.socket:
         peer = _socket()
         try:
             peer.connect(address)
+            if not _is_own(peer):
+                raise ConnectionRefusedError("a stranger listens there")
             return peer
         except OSError:
             peer.close()
@@ -91,13 +93,18 @@ def _reached(address: bytes, end: float) -> socket.socket:
             time.sleep(_AGAIN)
 
 
+def _is_own(peer: socket.socket) -> bool:
+    """Whether the other end is this user's."""
+    _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(user == os.getuid())
+
+
 def _who(peer: socket.socket) -> int:
     """The rank that a connection is from; -1: a stranger's, which is closed."""
     said = b""
     peer.settimeout(_PATIENCE)
     try:
-        _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        said = peer.recv(_HELLO.size) if user == os.getuid() else b""
+        said = peer.recv(_HELLO.size) if _is_own(peer) else b""
     except OSError:
         pass
     if len(said) == _HELLO.size:

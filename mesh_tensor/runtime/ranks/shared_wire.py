@@ -148,9 +148,11 @@ class SharedWire:
         self._poll = select.poll()
         for file in self._of_file:
             self._poll.register(file, select.POLLIN)
+        self._more = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # who looks is to see to what was left unsaid
+        self._poll.register(self._more, select.POLLIN)
         self._changed = threading.Condition()
         self._looks = self._is_cut = False
-        weakref.finalize(self, _close, list(self._peers.values()))
+        weakref.finalize(self, _close, list(self._peers.values()), self._more)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> _Sent:
         """Send a contiguous tensor; it may be written as soon as this returns. The wait ends when it is asked for."""
@@ -209,6 +211,8 @@ class SharedWire:
             raise RuntimeError(f"Connection closed by peer: {error}") from error
         with self._changed:
             peer.unsaid.append((record, file))
+            if self._looks:
+                os.eventfd_write(self._more, 1)
 
     def _awaited(self, peer: _Peer, ready: Callable[[], _T | None]) -> _T:
         """What `ready` gives once that is not None. Of the threads that wait, one looks what comes, for all."""
@@ -242,6 +246,9 @@ class SharedWire:
             self._looks = False
             self._changed.notify_all()
         for file, _ in found:
+            if file == self._more:
+                os.eventfd_read(file)
+                continue
             peer = self._of_file[file]
             peer.hear()
             try:
@@ -253,7 +260,8 @@ class SharedWire:
                 del self._of_file[file]
 
 
-def _close(peers: Sequence[_Peer]) -> None:
+def _close(peers: Sequence[_Peer], more: int) -> None:
+    os.close(more)
     for peer in peers:
         peer.end.close()
         for _, file in peer.unsaid:

@@ -168,3 +168,25 @@ def test_ranks_share_memory_where_all_of_them_can(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(SWITCH_VARIABLE, "0")
     assert shared_place() == ""
     assert not can_share([b'["host", [0], ""]'] * 2)
+
+
+def test_what_a_full_socket_left_unsaid_is_said_by_the_thread_that_waits() -> None:
+    """A rank whose thread waits for one message asks for another while nobody reads its socket: once that is read, the
+    question comes."""
+    one, other = _wires()
+    late, small, large = torch.randn(4), torch.randn(64), torch.randn(100_000)
+    thread = threading.Thread(target=lambda: _received(one, late, 1, 1))
+    thread.start()
+    sent = other.send(large, 0, 2)
+    while not (one._looks and one._peers[1]._arrived):
+        time.sleep(0.001)
+    count = 0
+    while not one._peers[1].unsaid:
+        one.send(small, 1, 100 + count)
+        count += 1
+    asked = one.receive(made := torch.zeros_like(large), 1, 2)
+    sent.wait()  # reads what came, and then that it is asked for
+    asked.wait()
+    assert torch.equal(made, large)
+    other.send(late, 0, 1)
+    thread.join()
