@@ -18,6 +18,7 @@ from tvm import arith, ir, tirx
 from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refuse, shown
 from mesh_tensor.base.sharding import ceildiv
 from mesh_tensor.tir.contiguous import with_contiguous_rows
+from mesh_tensor.tir.nodes import function_name, int_or
 
 from .annotation import BufferAnnotation, is_int
 
@@ -28,6 +29,7 @@ _OUT_IDX_ATTR = "tilelang_out_idx"
 def check_kernel(func: Any) -> tirx.PrimFunc:
     """`func`, with contiguous rows, if it is a PrimFunc, or a MeshTensorError with how one is made of it."""
     if isinstance(func, tirx.PrimFunc):
+        _refuse_negative(func)
         return with_contiguous_rows(func)
     func = _untuned(func)
     if isinstance(func, JITImpl):
@@ -43,6 +45,18 @@ def check_kernel(func: Any) -> tirx.PrimFunc:
     if isinstance(func, ir.IRModule):
         fix = 'give one of its functions: mod["main"]; of a module with Relax functions, mt.annotate_module takes it'
     return refuse(f"{_named(func)} is no kernel (PrimFunc)", fix=fix)
+
+
+def _refuse_negative(func: tirx.PrimFunc) -> None:
+    shapes = {buffer.name: [int_or(size, str(size)) for size in buffer.shape] for buffer in func.buffer_map.values()}
+    problems = [
+        f"parameter {name!r} has the shape {shown(shape)}"
+        for name, shape in shapes.items()
+        if any(isinstance(size, int) and size < 0 for size in shape)
+    ]
+    if problems:
+        where, fix = f"kernel {function_name(func)!r}", "make the kernel for sizes that leave something"
+        refuse(problems, where=where, why="no size is below 0", fix=fix)
 
 
 def of_jit(func: Any, sizes: Mapping[str, Any] | None) -> Any:

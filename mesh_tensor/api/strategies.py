@@ -14,7 +14,7 @@ from tvm import ir
 
 from mesh_tensor.annotations.named_values import NamedValues
 from mesh_tensor.annotations.names import check_module, relax_function, source_names
-from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.errors import MeshTensorError, refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.ir import Graph
@@ -114,6 +114,8 @@ def combine(*layouts: Mapping[str, Mapping[str, int]]) -> Layouts:
     """
     made: Layouts = {}
     problems = []
+    if wrong := [shown(layout) for layout in layouts if not isinstance(layout, Mapping)]:
+        refuse([f"{each} is no layouts" for each in wrong], where="combine", fix="pass dicts, such as strategies give")
     for layout in layouts:
         for name, sharding in layout.items():
             mine = made.setdefault(name, {})

@@ -75,7 +75,12 @@ class Schedule:
     @classmethod
     def of(cls, rows: Iterable[str | Iterable[Action | str]], name: str = "own") -> Schedule:
         """Of lists of one's own: per mesh its actions, or their texts ("0F0 0F1 0B0 0B1")."""
-        lists = [row.split() if isinstance(row, str) else list(row) for row in rows]
+        given = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, str) else [rows]
+        if wrong := [shown(row) for row in given if given == [rows] or not isinstance(row, Iterable)]:
+            refuse(
+                [f"{row} is no list of actions" for row in wrong], fix='pass a list per mesh, or its text: "0F0 0B0"'
+            )
+        lists = [row.split() if isinstance(row, str) else list(row) for row in given]
         return cls(name, tuple(tuple(_action(item) for item in row) for row in lists))
 
     @classmethod
@@ -151,6 +156,8 @@ _NOT_COMPUTED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_
 
 def read(text: str, name: str) -> Schedule:
     """The schedule of a CSV; what is sent and gathered follows from it, so cells that say so are left out."""
+    if not isinstance(text, str):
+        refuse(f"{shown(text)} is no CSV", where=f"schedule {name!r}", fix="pass the text of the file")
     rows: list[tuple[Action, ...]] = []
     problems: list[str] = []
     for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1):

@@ -104,3 +104,19 @@ def test_fragments_are_for_mesh_tensors_own_target():
     assert "where: T.gemm with mt.register_cpu_gemm" in message
     assert "allocate them with T.alloc_local" in message
     assert "compile the kernel as it is with mt.compile" in message
+
+
+def test_sizes_below_zero():
+    """Of a window that is larger than its image, say."""
+    rows = 6 - 8
+
+    @T.prim_func
+    def copied(A: T.Tensor((rows, 4), "float32"), B: T.Tensor((rows, 4), "float32")):
+        with T.Kernel(1):
+            for i, j in T.Parallel(rows, 4):
+                B[i, j] = A[i, j]
+
+    with pytest.raises(mt.MeshTensorError, match="no size is below 0") as error:
+        mt.annotate(copied, {"x": 2}, ROWS)
+    assert "parameter 'A' has the shape [-2, 4]" in str(error.value)
+    assert "parameter 'B'" in str(error.value)

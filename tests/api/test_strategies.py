@@ -179,3 +179,8 @@ def _calls_of_plan(layers):
 def test_planning_is_linear_in_layers():
     few, some, many = (_calls_of_plan(layers) for layers in (20, 40, 80))
     assert many - some < 2.2 * (some - few)
+
+
+def test_what_is_no_layouts_is_not_combined():
+    with pytest.raises(mt.MeshTensorError, match="None is no layouts"):
+        strategies.combine({"x": {"data": 0}}, None)

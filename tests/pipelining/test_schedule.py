@@ -49,6 +49,9 @@ def test_own_lists_are_read_in_any_form():
         (lambda: Schedule.of([[("X", 0, 0)]]), "('X', 0, 0) is no action"),
         (lambda: Schedule.of([[("F", 0, -1)]]), "('F', 0, -1) is no action"),
         (lambda: Schedule.of([[3]]), "3 is no action"),
+        (lambda: Schedule.of([3, "0F0"]), "3 is no list of actions"),
+        (lambda: Schedule.of("0F0 0B0"), "'0F0 0B0' is no list of actions\n  fix: pass a list per mesh"),
+        (lambda: Schedule.from_csv(None), "None is no CSV"),
         (
             lambda: Schedule.from_csv("0F0,0X0\n1F0,,0"),
             "2 problems:\n  - '0X0' in row 1, cell 2, is no action\n  - '0' in row 2",

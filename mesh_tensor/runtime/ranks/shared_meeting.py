@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -103,10 +104,8 @@ def _who(peer: socket.socket) -> int:
     """The rank that a connection is from; -1: a stranger's, which is closed."""
     said = b""
     peer.settimeout(_PATIENCE)
-    try:
+    with suppress(OSError):
         said = peer.recv(_HELLO.size) if _is_own(peer) else b""
-    except OSError:
-        pass
     if len(said) == _HELLO.size:
         return int(_HELLO.unpack(said)[0])
     peer.close()
