@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
 from tvm import ir, relax, tirx
 
+from mesh_tensor.rules.kernel.cost import ON_SIZES
 from mesh_tensor.rules.operator.call import tensor_infos
 
 Sizes = tuple[int, ...]
@@ -147,18 +147,7 @@ def _value(expr: tirx.PrimExpr, sizes: Mapping[str, int]) -> int:
         return int(expr)
     if isinstance(expr, tirx.Cast):
         return _value(expr.value, sizes)
-    return _ARITHMETIC[type(expr)](_value(expr.a, sizes), _value(expr.b, sizes))
-
-
-_ARITHMETIC: dict[type, Callable[[int, int], int]] = {
-    tirx.Add: operator.add,
-    tirx.Sub: operator.sub,
-    tirx.Mul: operator.mul,
-    tirx.FloorDiv: operator.floordiv,
-    tirx.FloorMod: operator.mod,
-    tirx.Min: min,
-    tirx.Max: max,
-}
+    return ON_SIZES[type(expr)](_value(expr.a, sizes), _value(expr.b, sizes))
 
 
 class _OtherError(Exception):

@@ -19,7 +19,8 @@ from mesh_tensor.tir.short_loops import is_one_iteration
 from .reader import read_kernel
 from .statements import Statement
 
-_ON_SIZES: dict[type, Callable[[int, int], int]] = {
+#: What sizes are made of others by.
+ON_SIZES: dict[type, Callable[[int, int], int]] = {
     tirx.Add: operator.add,
     tirx.Sub: operator.sub,
     tirx.Mul: operator.mul,
@@ -34,7 +35,7 @@ def is_size(size: Any, symbols: Sequence[tirx.Var]) -> bool:
     """Whether a size is known from the values of the symbols."""
     if isinstance(size, tirx.Var):
         return any(symbol.same_as(size) for symbol in symbols)
-    if type(size) in _ON_SIZES:
+    if type(size) in ON_SIZES:
         return is_size(size.a, symbols) and is_size(size.b, symbols)
     return isinstance(size, (int, tirx.IntImm))
 
@@ -52,7 +53,7 @@ def size_function(size: Any, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[
         position = next((index for index, symbol in enumerate(symbols) if symbol.same_as(size)), None)
         if position is not None:
             return lambda values: values[position]
-    operation = _ON_SIZES.get(type(size))
+    operation = ON_SIZES.get(type(size))
     if operation is None:
         known = listing([symbol.name for symbol in symbols]) if symbols else "numbers"
         refuse(f"the size {size} is not known", why=f"only {known} are, and + - * // % min max of them")
