@@ -125,12 +125,13 @@ def _listen(calls: Calls, lane: Lane, others: Sequence[int]) -> dict[int, dict[s
     end = calls.clock.monotonic() + _GRACE * calls.connected  # who has not met can't say anything
     heard: dict[int, dict[str, Any]] = {}
     while True:
+        ended = calls.why_ended()  # who ends it has said something before
         for member in range(calls.count):
             said = None if member in heard or member == calls.rank else calls.heard(lane, member)
             if said is not None and (member in others or "raised" in said):
                 heard[member] = said
         done = any("raised" in said for said in heard.values()) or all(member in heard for member in others)
-        if done or calls.why_ended() or calls.clock.monotonic() > end:
+        if done or ended or calls.clock.monotonic() > end:
             return heard
         calls.clock.sleep(_PAUSE)
 

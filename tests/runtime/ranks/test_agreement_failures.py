@@ -1,7 +1,12 @@
 """Ranks that are about to run different things: all of them hear who has what, or, where one is left alone, what it was
 about to run."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
+
+from mesh_tensor.runtime.ranks import faults
 
 from . import agreement_bodies as bodies
 from .launcher import run
@@ -81,3 +86,17 @@ def test_group_of_another_device():
     for text in run(bodies.group_of_another_device, 2):
         assert "the kernel's tensors are on 'cuda', but the process group has gloo for it" in text
         assert "init_process_group('cuda:nccl')" in text
+
+
+def test_what_a_rank_said_before_it_ended_the_mesh_is_heard():
+    """It does both between two looks of this one."""
+    words = {}
+
+    def why_ended():
+        words[1] = {"doing": "step 1 of 1"}
+        return "rank 0 waited in vain"
+
+    calls = SimpleNamespace(
+        clock=time, connected=True, count=2, rank=0, heard=lambda lane, member: words.get(member), why_ended=why_ended
+    )
+    assert faults._listen(calls, None, [1]) == words
