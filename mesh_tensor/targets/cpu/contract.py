@@ -81,7 +81,7 @@ def _is_of(stmt: tirx.Stmt, block: tirx.Buffer) -> bool:
 def _only_reader(store: tirx.BufferStore, after: Sequence[tirx.Stmt], params: frozenset[tirx.Var]) -> int | None:
     """Which of the statements is the only one to read what is stored, up to the next store of the block; None if that
     isn't one read, of the same element, before anything changes that the value is made of."""
-    sources = {load.buffer.data for load in loads(store.value)}
+    sources = {load.buffer.data for expr in (store.value, *store.indices) for load in loads(expr)}
     for place, stmt in enumerate(after):
         if not isinstance(stmt, tirx.BufferStore):
             return None

@@ -148,3 +148,26 @@ def blocks(statement):
     """The blocks that have memory besides the stack."""
     source = c_source(over_rows(statement))
     return sorted(set(re.findall(r"mt_block\d+_(\w+)", source)))
+
+
+def test_a_place_that_moves_between_the_store_and_the_read():
+    """A ring of two: what is read is what the iteration before stored."""
+
+    @T.prim_func
+    def delayed(X: T.Tensor((8,), "float32"), Y: T.Tensor((8,), "float32")):
+        with T.Kernel(1, threads=32):
+            ring = T.alloc_local((2,), "float32")
+            last = T.alloc_local((1,), "float32")
+            at = T.alloc_var("int32")
+            ring[0] = 0.0
+            ring[1] = 0.0
+            at = 0
+            for i in T.serial(8):
+                ring[at % 2] = 1.0 * i
+                at = at + 1
+                last[0] = ring[at % 2]
+                Y[i] = last[0] + X[i]
+
+    x, y = torch.randn(8), torch.empty(8)
+    compile_for_cpu(delayed)(x, y)
+    torch.testing.assert_close(y, x + torch.tensor([0.0, 0, 1, 2, 3, 4, 5, 6]))
