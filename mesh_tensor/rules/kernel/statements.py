@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from tvm import arith, tirx
@@ -78,8 +79,9 @@ class Statement:
 
     def writes(self, buffer: tirx.Buffer) -> bool:
         """Whether the statement stores to the buffer, or may if it is not understood."""
-        written = self.may_write if self.write is None else (self.write.buffer,)
-        return any(buffer.same_as(other) for other in written)
+        if self.write is not None:
+            return bool(buffer.same_as(self.write.buffer))
+        return any(buffer.same_as(other) for other in self.may_write)
 
     @property
     def target(self) -> Access:
@@ -97,14 +99,14 @@ class Statement:
     def accesses(self) -> tuple[Access, ...]:
         return self.reads if self.write is None else (self.write, *self.reads)
 
-    @property
-    def vars(self) -> set[tirx.Var]:
-        return {loop.var for loop in self.loops}
+    @cached_property
+    def vars(self) -> frozenset[tirx.Var]:
+        return frozenset(loop.var for loop in self.loops)
 
-    @property
-    def element_vars(self) -> set[tirx.Var]:
+    @cached_property
+    def element_vars(self) -> frozenset[tirx.Var]:
         """The variables of a tile operation's element loops."""
-        return {loop.var for loop in self.loops if loop.kind == "tile"}
+        return frozenset(loop.var for loop in self.loops if loop.kind == "tile")
 
     def element_dims(self, access: Access) -> dict[int, tirx.Var]:
         """Per dim of a tile operation's access, the variable that runs over its elements; dims at one place have
@@ -112,10 +114,10 @@ class Statement:
         elements = self.element_vars
         return {dim: var for dim, index in enumerate(access.indices) for var in vars_of([index], {}) & elements}
 
-    @property
-    def bounds(self) -> list[tirx.PrimExpr]:
+    @cached_property
+    def bounds(self) -> tuple[tirx.PrimExpr, ...]:
         """Where the loops around it start, and how far they go, but for constants."""
-        return [e for loop in self.loops for e in (loop.min, loop.extent) if not isinstance(e, tirx.IntImm)]
+        return tuple(e for loop in self.loops for e in (loop.min, loop.extent) if not isinstance(e, tirx.IntImm))
 
 
 @dataclass(eq=False)
