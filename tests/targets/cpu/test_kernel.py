@@ -270,15 +270,19 @@ def test_blocks_of_many_megabytes_in_several_threads():
 def test_a_running_kernel_leaves_python_to_other_threads():
     kernel = compile_for_cpu(big_block(512, 2000))
     x, y = torch.randn(512, 512), torch.empty(512, 512)
-    thread = threading.Thread(target=kernel, args=(x, y))
-    start = time.perf_counter()
-    thread.start()
-    ticks = 0
-    while thread.is_alive():
-        time.sleep(0.001)
-        ticks += 1
-    assert time.perf_counter() - start > 0.01
-    assert ticks > 3
+
+    def ticks():
+        """How often this thread goes on while the kernel runs. It goes on once where that keeps Python to itself."""
+        thread, count = threading.Thread(target=kernel, args=(x, y)), 0
+        start = time.perf_counter()
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.001)
+            count += 1
+        assert time.perf_counter() - start > 0.01
+        return count
+
+    assert any(ticks() > 3 for _ in range(50))  # on a machine that has other things to do, not every time
 
 
 def two_kernels(N):
