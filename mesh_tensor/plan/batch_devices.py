@@ -19,7 +19,7 @@ from mesh_tensor.rules.operator.rule import atoms_of
 from .batch_kinds import REGROUPS, Fixed, Kind, Mean, Mixed, Rows, Sum, mixed
 from .batch_quotients import Divided, quotient_kinds
 from .ir import Graph, Node
-from .varying import varying
+from .manual import varying
 
 Place = int | str  # a dim, or an axis whose devices have a value of their own
 

@@ -23,9 +23,8 @@ from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_c
 
 from .ir import Graph, Value, leaves
 from .joint import Joint, Writer
-from .manual import manual_mesh
+from .manual import Axes, manual_mesh, varying
 from .reader import read_graph
-from .varying import Axes, varying
 
 SEED = "seed"  # the gradient of the loss by itself: the first value of the backward part
 

@@ -22,10 +22,9 @@ from mesh_tensor.rules.operator.elementwise import divides_integers
 from mesh_tensor.rules.operator.index import LOOK_UPS
 
 from .buckets import bucketed
-from .builder import collective_step, with_lifetimes
+from .builder import collective_step, with_lifetimes, with_updates_in_place
 from .from_loops import Loops, carried_forms
 from .fuse import fused
-from .in_place import with_updates_in_place
 from .kernel_steps import KernelSteps
 from .overlap import early_starts, with_overlap
 from .program import Parameter, Program, ProgramValue
