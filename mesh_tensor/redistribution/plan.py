@@ -10,12 +10,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES, State
+from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.sharding import Partial, Placement, Replicate, Shard, Sharding
 
-from .boxes import ORDER, PARTIAL, WHOLE, boxes_of, dim_at, place_of
-from .search import Search, exchange, halo, received
+from .boxes import ORDER, PARTIAL, WHOLE, State, boxes_of, dim_at, place_of
+from .search import Search, exchange, halo
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ def _elements_received(
     kind: str, shape: tuple[int, ...], before: Sharding, after: Sharding, axes: tuple[str, ...]
 ) -> int:
     numbers = [before.mesh.axis_names.index(axis) for axis in axes]
-    return received(boxes_of(before.mesh, shape, after.windows), kind, _state(before), _state(after), numbers)
+    boxes = boxes_of(before.mesh, shape, after.windows)
+    return boxes.received(COLLECTIVES[kind], _state(before), _state(after), numbers)
 
 
 def direct_move(before: Sharding, after: Sharding) -> Move:
