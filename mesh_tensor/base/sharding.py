@@ -246,6 +246,11 @@ class Sharding:
             extents[dim] = window.length
         return tuple(extents)
 
+    def tiles(self, shape: Sequence[int]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Of every device, where its tile starts and how much of it is valid."""
+        ranks = range(self.mesh.num_devices)
+        return tuple([(self.tile_offset(shape, rank), self.valid_extent(shape, rank)) for rank in ranks])
+
     def _check_rank(self, shape: Sequence[Any]) -> None:
         if len(shape) != self.ndim:
             refuse(f"shape {tuple(shape)} has {len(shape)} dims, but the sharding '{self}' is for {self.ndim}")
