@@ -17,7 +17,7 @@ from mesh_tensor.annotations.names import bindings
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.rules.operator.call import op_name, operator_name, plain, tensor_infos, tensor_types
+from mesh_tensor.rules.operator.call import op_name, plain, tensor_infos, tensor_types
 from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, axes_of
 
 from .ir import Graph, Node, Scopes, Tree, Value, leaves
@@ -258,7 +258,7 @@ def node_axes(node: Node, known: Mapping[Value, Axes], mesh: Mesh) -> Axes:
     axes = {axis for value in node.inputs for axis, _ in known.get(value, ())}
     if _is_edge(node):
         mine = set(axes_of(node.call))
-        axes = axes | mine if operator_name(node.call) == PER_DEVICE else axes - mine
+        axes = axes | mine if node.call.operator == PER_DEVICE else axes - mine
     return tuple([(axis, mesh.size(axis)) for axis in mesh if axis in axes]) if axes else ()
 
 
@@ -271,4 +271,4 @@ def at_the_edge(graph: Graph, devices: Mapping[Value, Axes]) -> dict[Value, froz
 
 
 def _is_edge(node: Node) -> bool:
-    return operator_name(node.call) in (PER_DEVICE, ALL_DEVICES)
+    return node.call.operator in (PER_DEVICE, ALL_DEVICES)

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from mesh_tensor.base.optimizer import GRADIENT_NORM, GROWING, PARAMETER_NORM, SCALE_NORM, SLOT_NORM
 from mesh_tensor.redistribution.plan import Move
-from mesh_tensor.rules.operator.call import OpCall, operator_name
+from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.update import UPDATE, UPDATE_IN_PLACE, optimizer_of
 
 from .program import Parameter, Program, ProgramValue, bytes_received
@@ -96,7 +96,7 @@ def with_updates_in_place(
     replaces: dict[str, list[str]] = {}
     for old, new in state.items():
         replaces.setdefault(new, []).append(old)
-    updates = [step for step in only(steps, OpStep) if operator_name(step.call) == UPDATE]
+    updates = [step for step in only(steps, OpStep) if step.call.operator == UPDATE]
     taken = Counter(values[name].storage for step in updates for name in step.args)
     last: dict[int, Step] = {}
     stored: dict[str, ProgramValue] = {}
