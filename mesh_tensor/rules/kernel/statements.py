@@ -95,7 +95,7 @@ class Statement:
         assert self.op is not None
         return self.op
 
-    @property
+    @cached_property
     def accesses(self) -> tuple[Access, ...]:
         return self.reads if self.write is None else (self.write, *self.reads)
 

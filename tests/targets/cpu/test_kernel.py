@@ -354,3 +354,24 @@ def test_global_memory_of_the_kernels_own():
     x, y = torch.randn(40), torch.empty(40)
     compile_for_cpu(shared_by_programs(40))(x, y)
     torch.testing.assert_close(y, x.reshape(10, 4).cumsum(0).flatten())
+
+
+def test_a_loop_keeps_the_bounds_that_it_started_with():
+    """Its body changes what they are made of: a variable, and a tensor that may be the same memory as another."""
+
+    @T.prim_func
+    def bounded(X: T.Tensor((2,), "int32"), Y: T.Tensor((2,), "int32"), Z: T.Tensor((2, 12), "int32")):
+        with T.Kernel(1, threads=32):
+            start = T.alloc_var("int32")
+            start = 3
+            for i in T.serial(start, start + 6):
+                Z[0, i] = Z[0, i] + 1
+                start = start - 1
+            for i in T.serial(X[0], X[1]):
+                Z[1, i] = Z[1, i] + 1
+                Y[1] = 5
+
+    x, z = torch.tensor([2, 9], dtype=torch.int32), torch.zeros(2, 12, dtype=torch.int32)
+    compile_for_cpu(bounded)(x, x, z)
+    assert z.tolist() == [[0] * 3 + [1] * 6 + [0] * 3, [0] * 2 + [1] * 7 + [0] * 3]
+    assert x.tolist() == [2, 5]
