@@ -43,7 +43,7 @@ def kept_across_groups(rank, folder):
     """A kernel that is called in one process group after the other holds connections of the last one only."""
     kern = _kernel({"x": 2, "y": 2}, {"A": {"x": 0, "y": 1}, "B": {"y": 0}, "C": {"x": 0}})
     here = kern.mesh.coordinate(rank)
-    held = []
+    held = (0, 0)
     for cycle in range(5):
         _join(folder, cycle, rank, 4)
         a, b = torch.randn(M, K), torch.randn(K, N)
@@ -58,14 +58,16 @@ def kept_across_groups(rank, folder):
         assert torch.equal(mt.redistribute(da, {"y": 0}).full_tensor(), a)
         dist.barrier()
         dist.destroy_process_group()
-        held.append(_settled(held[1] if cycle > 1 else (0, 0)))
-    assert all(last <= second for last, second in zip(held[-1], held[1], strict=True)), held
+        if cycle == 1:
+            held = _settled((0, 0), 2)
+    last = _settled(held, 30)
+    assert all(now <= second for now, second in zip(last, held, strict=True)), (held, last)
 
 
-def _settled(wanted):
-    """What is held when threads that are about to end have done so."""
+def _settled(wanted, seconds):
+    """What is held when threads that are about to end have done so: as soon as it is no more than what is wanted."""
     gc.collect()
-    end = time.monotonic() + 30
+    end = time.monotonic() + seconds
     while any(now > most for now, most in zip(_held(), wanted, strict=True)) and time.monotonic() < end:
         time.sleep(0.05)
     return _held()
