@@ -24,7 +24,7 @@ from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_decompositions import LOOPS as LOOP_OPERATORS
 from .torch_decompositions import decomposed
 from .torch_general import any_operator, stays
-from .torch_inputs import refuse_one_for_another, with_plain_inputs
+from .torch_inputs import refuse_one_for_another, with_plain_inputs, with_size_conditions
 from .torch_loops import LOOPS, graphs_within
 from .torch_names import named
 from .torch_numbers import WITH_NUMBERS
@@ -38,7 +38,6 @@ from .torch_program import (
     refuse_autocast,
     written_buffers,
 )
-from .torch_sizes import with_size_conditions
 
 
 @uncollected

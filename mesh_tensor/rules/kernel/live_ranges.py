@@ -179,7 +179,8 @@ class LiveRanges:
 
 def _carried(param: tirx.Buffer, kernel: Kernel) -> set[tirx.Var]:
     """The loops that both use a parameter's content and store to it: one iteration may see what another left."""
-    used, stored = set(), set()
+    used: set[tirx.Var] = set()
+    stored: set[tirx.Var] = set()
     for statement in kernel.statements:
         if statement.writes(param):
             stored |= statement.vars

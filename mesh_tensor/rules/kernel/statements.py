@@ -99,13 +99,13 @@ class Statement:
         return self.reads if self.write is None else (self.write, *self.reads)
 
     @cached_property
-    def vars(self) -> set[tirx.Var]:
-        return {loop.var for loop in self.loops}
+    def vars(self) -> frozenset[tirx.Var]:
+        return frozenset(loop.var for loop in self.loops)
 
     @cached_property
-    def element_vars(self) -> set[tirx.Var]:
+    def element_vars(self) -> frozenset[tirx.Var]:
         """The variables of a tile operation's element loops."""
-        return {loop.var for loop in self.loops if loop.kind == "tile"}
+        return frozenset(loop.var for loop in self.loops if loop.kind == "tile")
 
     def element_dims(self, access: Access) -> dict[int, tirx.Var]:
         """Per dim of a tile operation's access, the variable that runs over its elements; dims at one place have
@@ -114,9 +114,9 @@ class Statement:
         return {dim: var for dim, index in enumerate(access.indices) for var in vars_of([index], {}) & elements}
 
     @cached_property
-    def bounds(self) -> list[tirx.PrimExpr]:
+    def bounds(self) -> tuple[tirx.PrimExpr, ...]:
         """Where the loops around it start, and how far they go, but for constants."""
-        return [e for loop in self.loops for e in (loop.min, loop.extent) if not isinstance(e, tirx.IntImm)]
+        return tuple(e for loop in self.loops for e in (loop.min, loop.extent) if not isinstance(e, tirx.IntImm))
 
 
 @dataclass(eq=False)
