@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from tvm import ir
@@ -28,6 +28,7 @@ from mesh_tensor.simulation.stages import held_for_backward, tile_bytes, weights
 
 from . import strategies
 from .fragments import Options, StageFragments, training_fragments
+from .pipeline.planned import AlikeStages
 from .pipeline.results import check_loss
 from .pipeline.stated import stage_layouts
 
@@ -209,13 +210,16 @@ class ModelPieces:
         shardings: Mapping[str, Any],
         kinds: str = "FB",
         recompute: bool = False,
+        known: AlikeStages | None = None,
     ) -> StageFragments:
-        """A stage's fragments of these kinds, as a pipeline has them."""
+        """A stage's fragments of these kinds, as a pipeline has them; those of one like it that is `known`."""
         (layouts,) = stage_layouts(flow, (replace(stage, index=0),), topology, shardings)
         passed = {*self._weights, *trained_values(flow, self._weights)}
         wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
         options = Options("c", recompute=recompute, plan=PlanOptions(machine=self.machine))
-        here = training_fragments(stage, topology[stage.mesh], layouts, options, wrt, kinds)
+        mesh = topology[stage.mesh]
+        make = partial(training_fragments, stage, mesh, layouts, options, wrt, kinds)
+        here = make() if known is None else known.made(stage, mesh, layouts, wrt, kinds, make)
         return replace(here, stage=stage, inputs=tuple(name for name in stage.params if name in self.inputs))
 
     def _measured(self, here: StageFragments) -> Piece:

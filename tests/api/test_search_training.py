@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import mesh_tensor as mt
 from kernels.models import gpt2
-from mesh_tensor.api import planned_choice
+from mesh_tensor.api import training_plans
 from mesh_tensor.api.search_training import in_full
 from mesh_tensor.base.machine import Link, Memory
 from mesh_tensor.searching.pieces import Composer
@@ -241,7 +241,7 @@ def test_stages_that_compute_alike_are_planned_once(monkeypatch):
     monkeypatch.setattr(type(found.pieces), "fragments", counted)
     made = found.simulation(plan)
     assert planned == [0, 1, 3]
-    monkeypatch.setattr(planned_choice, "renamed", lambda *_: None)  # each is planned for itself
+    monkeypatch.setattr(training_plans, "renamed", lambda *_: None)  # each is planned for itself
     each = found.simulation(plan)
     assert planned == [0, 1, 3, 0, 1, 2, 3]
     assert (made.time, made.peaks, made.transfers, made.endings) == (
