@@ -25,8 +25,9 @@ from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
 from .programs import is_of_programs
 from .scans import Scan, find_scans
+from .state_finder import find_states
 from .statements import Access, Kernel, Statement, describe, used_vars
-from .states import State, find_states
+from .states import State
 
 
 @dataclass(frozen=True, eq=False)
