@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import mesh_tensor as mt
-from mesh_tensor.runtime.ranks.device_meshes import check_backend
+from mesh_tensor.runtime.ranks.ranks import check_backend
 from mesh_tensor.targets.kernels import Target
 from tests.runtime.programs import add_one_split, kernel_of, matmul_k_split, matmul_kernel
 
