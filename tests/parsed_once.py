@@ -2,20 +2,29 @@
 one at each call: three quarters of the time of a test that builds a small kernel. Tests build the same kernels a
 thousand times, for other sizes; here each is rewritten once, and then bound to what it closes over.
 
+It also asks for a function's source twice, and writes out the rewritten tree, which nobody reads.
+
+TVM's arrays, of which kernels are made, look at their length and at what an index may be for each element of a walk.
+
 TVMScript's decorators ask for the source around every frame of the stack, and look at that of the nearest few: below
 pytest a hundred frames are an eighth of the time that collecting tests takes. Here the others have none."""
 
+import ast
 import importlib
 import inspect
 import linecache
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+import tilelang.language.eager.ast as rewriting
 import tilelang.language.eager.builder as builder
+from tilelang.language.eager import utils
 from tilelang.language.eager.ast import IRGenerator, mutate
 from tilelang.language.eager.utils import get_func_nonlocals
+from tvm_ffi import container
 
 _DECORATORS = (
     "tvm.script.parser.ir.entry",
@@ -41,6 +50,19 @@ def mutate_once(func: Callable[..., Any]) -> IRGenerator[..., Any]:
     return IRGenerator(gen, first.source, first.extra_type_hints)
 
 
+def tree_of(func: Callable[..., Any]) -> ast.Module:
+    """What TileLang's `get_ast(func)` gives: the function's tree, with the lines that it has in its file."""
+    lines, start = inspect.getsourcelines(func)
+    source = "\n" * (start - 1) + utils._remove_leading_ident("".join(lines))
+    return ast.parse(source, filename=os.path.abspath(inspect.getsourcefile(func) or inspect.getfile(func)))
+
+
+def elements_of(array: container.Array) -> Iterator[Any]:
+    """What walking an array of TVM gives."""
+    for index in range(len(array)):
+        yield container._ffi_api.ArrayGetItem(array, index)
+
+
 def near_stack(near: int = 4) -> list[inspect.FrameInfo]:
     """What `inspect.stack()` gives, with source for the nearest frames alone."""
     return [_told(frame, at < near) for at, frame in enumerate(_frames(sys._getframe(1)))]
@@ -62,6 +84,11 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 def install() -> None:
     """From now on, in this process."""
     builder.mutate = mutate_once
+    utils.get_ast = tree_of
+    unread = ModuleType("ast")
+    vars(unread).update(vars(ast), unparse=lambda tree: "")
+    rewriting.ast = unread
+    container.Array.__iter__ = elements_of
     nearby = ModuleType("inspect")
     vars(nearby).update(vars(inspect), stack=near_stack)
     for decorators in _DECORATORS:

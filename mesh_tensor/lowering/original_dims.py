@@ -22,7 +22,7 @@ from mesh_tensor.rules.kernel.granularity import Refined, refined
 from mesh_tensor.rules.kernel.normalize import ANALYSES
 from mesh_tensor.rules.kernel.packed_rows import row_by_row
 from mesh_tensor.rules.kernel.reader import read_kernel
-from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
+from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse, may_read_windows
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims
 
 from .splits import Split
@@ -95,9 +95,10 @@ def _in_windows(made: Refined, analysis: Analysis, kernel: Annotated) -> Analysi
         split = [None, *(analysis.factor_of(*dim) for dim in results)]
         beside = [dim for dim in asked if not analysis.written(dim[0]) and analysis.factor_of(*dim) not in split]
         near |= dict.fromkeys(beside if results else (), (kernel.mesh.size(axis), results))
-    if not near:
+    dims = tuple(sorted(near))
+    if not dims or not may_read_windows(made.func, dims):
         return analysis
-    after = analyse(made.func, tuple(sorted(near)))
+    after = analyse(made.func, dims)
     smaller = [
         dim
         for dim, (devices, results) in near.items()

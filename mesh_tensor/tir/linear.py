@@ -30,6 +30,8 @@ class Linear:
         return self._combine(other, -1)
 
     def _combine(self, other: Linear, sign: int) -> Linear:
+        if not other.terms:
+            return Linear(self.terms, self.const + sign * other.const) if other.const else self
         terms = dict(self.terms)
         for var, coefficient in other.terms.items():
             terms[var] = terms.get(var, 0) + sign * coefficient

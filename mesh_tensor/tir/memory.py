@@ -106,12 +106,20 @@ def row_strides(shape: Sequence) -> list[tirx.PrimExpr]:
 
 def is_compact(buffer: tirx.Buffer, analyzer: arith.Analyzer) -> bool:
     """Whether the buffer's rows lie one after the other without gaps."""
+    if not len(buffer.strides):
+        return True
     step: tirx.PrimExpr = tirx.IntImm("int32", 1)
-    for size, stride in reversed(list(zip(buffer.shape, strides_of(buffer), strict=True))):
-        if not analyzer.can_prove_equal(size, 1) and not analyzer.can_prove_equal(stride, step):
+    for size, stride in reversed(list(zip(buffer.shape, buffer.strides, strict=True))):
+        if not _is_step(stride, step, analyzer) and not analyzer.can_prove_equal(size, 1):
             return False
         step = step * size
     return True
+
+
+def _is_step(stride: tirx.PrimExpr, step: tirx.PrimExpr, analyzer: arith.Analyzer) -> bool:
+    if isinstance(stride, tirx.IntImm) and isinstance(step, tirx.IntImm):
+        return int(stride) == int(step)
+    return tirx.analysis.expr_deep_equal(stride, step) or analyzer.can_prove_equal(stride, step)
 
 
 def elements(buffer: tirx.Buffer) -> tirx.PrimExpr:

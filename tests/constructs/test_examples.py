@@ -1,8 +1,12 @@
 """Every example of the table: right on every target and mesh, or refused with the message of its row."""
 
+from collections.abc import Callable
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
+from tvm import tirx
 
 import mesh_tensor as mt
 from mesh_tensor.targets.kernels import as_numpy
@@ -31,9 +35,14 @@ def _cases(verdict: str) -> list:
     ]
 
 
+@cache
+def _kernel(make: Callable[[], tirx.PrimFunc]) -> tirx.PrimFunc:
+    return make()
+
+
 def _run(example: Example, devices: int, target: str) -> np.ndarray:
     """What the example's last output is."""
-    func = mt.annotate(example.kernel(), mt.Mesh({"x": devices}), example.sharding)
+    func = mt.annotate(_kernel(example.kernel), mt.Mesh({"x": devices}), example.sharding)
     result = mt.compile(func, target=target)(*map(as_torch, example.inputs))
     return as_numpy(torch.as_tensor(result[-1] if isinstance(result, tuple) else result))
 

@@ -46,7 +46,7 @@ class Victim:
         answer = self._answer(process)
         if answer:
             return Outcome(*json.loads(answer))
-        hangs = process.poll() is None and not _ends(process)
+        hangs = answer is None or not _ends(process)
         if hangs:
             process.kill()
         status = process.wait()
@@ -74,11 +74,12 @@ class Victim:
             )
         return self._process
 
-    def _answer(self, process: subprocess.Popen[str]) -> str:
+    def _answer(self, process: subprocess.Popen[str]) -> str | None:
+        """What it says, "" where it ends instead, None where it does neither for so long."""
         assert process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
-            return process.stdout.readline() if selector.select(PATIENCE) else ""
+            return process.stdout.readline() if selector.select(PATIENCE) else None
 
     def _close(self) -> None:
         if self._process is not None:

@@ -11,16 +11,22 @@ import mesh_tensor as mt
 MESHES = [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}, {"x": 2, "y": 3}]
 
 
-def layouts(ndims, axes):
-    """Every layout of buffers with so many dims that puts each axis on at most one dim."""
-    options = [list(itertools.product(*[[None, *range(ndim)]] * len(axes))) for ndim in ndims.values()]
-    for choice in itertools.product(*options):
-        yield {name: dict(zip(axes, dims, strict=True)) for name, dims in zip(ndims, choice, strict=True)}
+def some_layouts(ndims, axes):
+    """Every layout of buffers with so many dims that puts each axis on at most one dim, or some 16 of them, which are
+    not a multiple of how many layouts a buffer has apart: each buffer is in several."""
+    options = {name: list(itertools.product([None, *range(ndim)], repeat=len(axes))) for name, ndim in ndims.items()}
+    total = math.prod(map(len, options.values()))
+    apart = next(step for step in count(max(1, total // 16)) if math.gcd(step, total) == 1)
+    for number in range(0, total, apart):
+        layout = {}
+        for name, choices in reversed(options.items()):
+            number, choice = divmod(number, len(choices))
+            layout[name] = dict(zip(axes, choices[choice], strict=True))
+        yield {name: layout[name] for name in ndims}
 
 
 def check(func, inputs, expected, meshes=MESHES):
-    """Every layout on every mesh, or some 16 of them, gives the expected outputs, or is refused when it is compiled.
-    The 16 are not a multiple of how many layouts a buffer has apart: each buffer is in several."""
+    """Every layout on every mesh, or some 16 of them, gives the expected outputs, or is refused when it is compiled."""
     params = {func.buffer_map[p].name: func.buffer_map[p] for p in func.params}
     ndims = {name: len(buffer.shape) for name, buffer in params.items()}
     outputs = [
@@ -28,9 +34,7 @@ def check(func, inputs, expected, meshes=MESHES):
         for b in list(params.values())[len(inputs) :]
     ]
     for mesh in meshes:
-        points = list(layouts(ndims, list(mesh)))
-        apart = next(step for step in count(max(1, len(points) // 16)) if math.gcd(step, len(points)) == 1)
-        for shardings in points[::apart]:
+        for shardings in some_layouts(ndims, list(mesh)):
             try:
                 compiled = mt.compile(mt.annotate(func, mt.Mesh(mesh), shardings), target="interpret", poison=True)
             except mt.MeshTensorError:

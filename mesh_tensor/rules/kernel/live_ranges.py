@@ -67,9 +67,10 @@ class LiveRanges:
             if self._find(before) == self._find(inside):
                 self._carried[self._find(inside)].add(var)
         self._ranges = self._collect()
+        self._by_access = {access: self._ranges[self._find(made)] for access, made in self._of_access.items()}
 
     def of(self, access: Access) -> LiveRange:
-        return self._ranges[self._find(self._of_access[id(access)])]
+        return self._by_access[id(access)]
 
     @property
     def all(self) -> list[LiveRange]:

@@ -152,6 +152,16 @@ def analyse(func: tirx.PrimFunc, in_windows: tuple[Dim, ...] = ()) -> Analysis:
     return Analysis(kernel, derived.with_factors(factors), reductions, taints, windows, by_data)
 
 
+@made_once(ANALYSES)
+def may_read_windows(func: tirx.PrimFunc, dims: tuple[Dim, ...]) -> bool:
+    """Whether `analyse(func, dims)` may find that windows of all these dims are read: most often they are not, which
+    shows before any factor is judged."""
+    kernel = read_kernel(func)
+    if not all(isinstance(kernel.params[param].shape[dim], tirx.IntImm) for param, dim in dims):
+        return False
+    return find_windows(kernel, find_coordinates(kernel, LiveRanges(kernel), dims)).keys() >= set(dims)
+
+
 def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:
     """The sharding rule of a TileLang kernel in global view.
 

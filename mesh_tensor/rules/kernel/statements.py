@@ -79,8 +79,9 @@ class Statement:
 
     def writes(self, buffer: tirx.Buffer) -> bool:
         """Whether the statement stores to the buffer, or may if it is not understood."""
-        written = self.may_write if self.write is None else (self.write.buffer,)
-        return any(buffer.same_as(other) for other in written)
+        if self.write is not None:
+            return bool(buffer.same_as(self.write.buffer))
+        return any(buffer.same_as(other) for other in self.may_write)
 
     @property
     def target(self) -> Access:

@@ -17,7 +17,7 @@ from kernels.matmul import matmul
 from mesh_tensor.runtime.ranks import faults
 from mesh_tensor.runtime.ranks.ranks import ranks_of
 
-from .fault_bodies import assert_usable, k_split
+from .fault_bodies import assert_usable, k_split, nobody_speaks
 from .support import all_come, refusal, say, wait_for
 
 K_SPLIT = {"A": {"x": 1}, "B": {"x": 0}, "C": {}}
@@ -107,6 +107,7 @@ def new_size_after_a_rank_has_ended(rank):
     kern(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
     if rank == 1:
         os._exit(1)
+    nobody_speaks()
     return refusal(lambda: kern(large))
 
 
@@ -123,6 +124,7 @@ def hangs_on_two_axes(rank):
             wait_for("enough")
             os._exit(1)
         begin = time.monotonic()
+        nobody_speaks()
         text = refusal(lambda: kern.local(a, torch.ones(4, 8)))
         assert time.monotonic() - begin < 60  # torch's own timeout is half an hour
         say("enough")

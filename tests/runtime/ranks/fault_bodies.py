@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import mesh_tensor as mt
+from mesh_tensor.runtime.ranks import faults
 from mesh_tensor.runtime.ranks.ranks import check_backend
 from mesh_tensor.targets.kernels import Target
 from tests.runtime.programs import add_one_split, kernel_of, matmul_k_split, matmul_kernel
@@ -158,6 +159,7 @@ def hangs(rank):
     """Rank 1 hangs in its kernel, longer than the group's timeout."""
     kern, a = k_split(failing={1}, rank=rank, how=lambda: (wait_for("enough"), os._exit(1))), torch.ones(4, 4)
     all_come("the call")
+    nobody_speaks()
     text = refusal(lambda: kern.local(a, a))
     say("enough")
     return text
@@ -180,6 +182,7 @@ def dies_in_a_change_of_layout(rank):
     assert kern(a, b).to_local().eq(8).all()
     if rank == 1:
         os._exit(1)
+    nobody_speaks()
     return refusal(lambda: kern(a, b))
 
 
@@ -190,6 +193,11 @@ def k_split(devices=2, failing=(), rank=0, how=None):
         target = Target("interpret", "cpu", False, lambda func, poison: lambda *args: (how or fail)())
         kern._compiled = replace(kern._compiled, target=target)
     return kern
+
+
+def nobody_speaks():
+    """The only other rank says nothing any more, and need not be listened to for seconds."""
+    faults._GRACE = 0.1
 
 
 def fail():

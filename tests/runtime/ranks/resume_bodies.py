@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import mesh_tensor as mt
 from tests.runtime.programs import kernel_of, matmul_k_split, matmul_kernel
 
-from .fault_bodies import assert_usable, k_split
+from .fault_bodies import assert_usable, k_split, nobody_speaks
 from .support import refusal, say, wait_for
 
 
@@ -155,6 +155,7 @@ def resumes_without_a_rank(rank):
     kern.local(a, a)
     if rank == 1:
         os._exit(1)
+    nobody_speaks()
     refusal(lambda: kern.local(a, a))
     begin = time.monotonic()
     text = refusal(lambda: mt.resume({"x": 2}))
@@ -172,6 +173,7 @@ def hangs_on_a_device_mesh(rank):
         wait_for("enough")
         os._exit(1)
     begin = time.monotonic()
+    nobody_speaks()
     text = refusal(lambda: mt.redistribute(tensor, {"x": 1}))
     assert time.monotonic() - begin < 60
     say("enough")
