@@ -8,6 +8,7 @@ import torch
 
 from kernels.packed import packed_attention, packed_attention_reference
 from kernels.rope import packed_rope
+from kernels.sparse import searched_grouped_matmul, searched_grouped_matmul_reference
 from tests.other_machines import machine
 
 from .every_layout import check
@@ -135,6 +136,54 @@ def test_a_longer_table_has_rows_where_the_other_has_none():
         assert steps == ["kernel(A, S, table, Out)", "all_reduce(Out, sum, x)"]
         torch.testing.assert_close(run(kernel, {"x": 2}, {"A": {"x": 0}}, a, s, table), result, rtol=1e-5, atol=1e-5)
         check(kernel, [a, s, table], result)
+
+
+def sought(how):
+    """Two rows of A, doubled, that every program seeks in a table."""
+
+    @T.prim_func
+    def kernel(
+        A: T.Tensor((ROWS, DIM), "float32"),
+        table: T.Tensor((8,), "int32"),
+        Out: T.Tensor((ROWS, DIM), "float32"),
+    ):
+        with T.Kernel(8, threads=32) as bx:
+            row = T.alloc_shared((2, DIM), "float32")
+            at = T.alloc_var("int32")
+            at = 0
+            for n in T.serial(8):
+                at = T.if_then_else(n <= bx, table[n], at)
+            T.copy(A[at, 0], row)
+            if how == "moved on":
+                at = (at + 1) % ROWS
+            for i, j in T.Parallel(2, DIM):
+                row[i, j] = row[i, j] * 2 + bx
+            T.copy(row, Out[at, 0])
+
+    return kernel
+
+
+@pytest.mark.parametrize("how", ["kept", "moved on"])
+def test_rows_at_places_that_programs_seek(how):
+    a, layouts, result = torch.randn(ROWS, DIM), {"A": {"x": 0}, "Out": {"x": 0}}, torch.zeros(ROWS, DIM)
+    for n, at in enumerate(ROWS_OF.tolist()):
+        moved = (at + 1) % ROWS if how == "moved on" else at
+        for row, to in ((at, moved), (at + 1, moved + 1)):
+            if 0 <= to < ROWS:
+                result[to] = (a[row] if 0 <= row < ROWS else torch.zeros(DIM)) * 2 + n
+    with machine(1):
+        steps = outline(lowered(sought(how), {"x": 3}, layouts))
+    assert (steps == ["kernel(A, table, Out)"]) == (how == "kept")
+    check(sought(how), [a, ROWS_OF], result)
+
+
+def test_rows_of_groups_that_programs_seek_stay():
+    func, counts = searched_grouped_matmul(3, 40, 24, 32), torch.tensor([7, 0, 33]).int()
+    a, b = torch.randn(40, 32), torch.randn(3, 32, 24)
+    steps = outline(lowered(func, {"x": 3}, {"A": {"x": 0}, "C": {"x": 0}}, strict=True))
+    assert steps == ["kernel(A, B, counts, C)"]
+    got = run(func, {"x": 3}, {"A": {"x": 0}, "C": {"x": 0}}, a, b, counts)
+    torch.testing.assert_close(got, searched_grouped_matmul_reference(a, b, counts), rtol=1e-5, atol=1e-5)
 
 
 STARTS = torch.tensor([0, 5, 6, 13]).int()
