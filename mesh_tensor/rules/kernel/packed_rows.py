@@ -73,7 +73,8 @@ def _row(
     inner = {x.var: tirx.IntImm(x.var.dtype, 0) for x in statement.loops if x.kind != "grid"}
     start = analyzer.simplify(tirx.stmt_functor.substitute(index, inner))
     known = {*(loop.var for loop in kernel.grid), *kernel.func.params}
-    if not loads(start) or not vars_of([start], {}) <= known or not all(_is_settled(kernel, x.buffer) for x in loads(start)):
+    is_settled = all(_is_settled(kernel, load.buffer) for load in loads(start))
+    if not loads(start) or not vars_of([start], {}) <= known or not is_settled:
         return None
     counted = _single(linear_form(analyzer.simplify(index - start), {}))
     return None if counted is None else (start, counted)
