@@ -70,6 +70,48 @@ def test_rows_are_read_and_written_where_they_lie(body):
     check(written(body), [a, ROWS_OF], expected(a, adds=body is added))
 
 
+@T.macro
+def by_its_row(A, table, Out, row, bx):
+    for n in T.serial(T.cast(A[table[bx], 0], "int32")):
+        if A[table[bx], n] > 0:
+            for j in T.Parallel(DIM):
+                row[j] = row[j] * 2 + A[table[bx], n] + bx
+    T.copy(row, Out[table[bx], 0])
+
+
+@T.macro
+def told_elsewhere(A, table, Out, row, bx):
+    for j in T.Parallel(DIM):
+        row[j] = row[j] + A[table[bx], T.cast(A[table[bx], 0], "int32")]
+    T.copy(row, Out[table[bx], 0])
+    Out[bx % ROWS, 1] = row[0]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_a_row_says_decides_what_its_program_does(elsewhere):
+    """Rows that are none of the table are of programs that write nothing."""
+    a, result = torch.randn(ROWS, DIM), torch.zeros(ROWS, DIM)
+    a[:, 0] = torch.arange(ROWS) % (DIM - 1)
+    body = told_elsewhere if elsewhere else by_its_row
+    rows = torch.tensor([0, 5, 5, 3, 2, 6, 4, 2]).int() if elsewhere else ROWS_OF
+    for n, at in enumerate(rows.tolist()):
+        if not 0 <= at < ROWS:
+            continue
+        said, row = int(a[at, 0]), a[at].clone()
+        if elsewhere:
+            result[at] = row + a[at, said]
+            result[n % ROWS, 1] = result[at, 0]
+        else:
+            for k in range(said):
+                row = row * 2 + a[at, k] + n if a[at, k] > 0 else row
+            result[at] = row
+    layouts = {"A": {"x": 0}, "Out": {"x": 0}}
+    with machine(1):
+        assert (outline(lowered(written(body), {"x": 3}, layouts)) == ["kernel(A, table, Out)"]) != elsewhere
+        got = run(written(body), {"x": 3}, layouts, a, rows, torch.zeros(ROWS, DIM))
+    torch.testing.assert_close(got, result, rtol=1e-5, atol=1e-5)
+
+
 def test_packed_tokens_stay():
     func = packed_rope(8, 3, 4, 2, 4)
     rows = {"x": {"x": 0}, "out": {"x": 0}}
@@ -172,9 +214,9 @@ def test_rows_at_places_that_programs_seek(how):
             if 0 <= to < ROWS:
                 result[to] = (a[row] if 0 <= row < ROWS else torch.zeros(DIM)) * 2 + n
     with machine(1):
-        steps = outline(lowered(sought(how), {"x": 3}, layouts))
-    assert (steps == ["kernel(A, table, Out)"]) == (how == "kept")
-    check(sought(how), [a, ROWS_OF], result)
+        assert (outline(lowered(sought(how), {"x": 3}, layouts)) == ["kernel(A, table, Out)"]) == (how == "kept")
+        got = run(sought(how), {"x": 3}, layouts, a, ROWS_OF, torch.zeros(ROWS, DIM))
+    torch.testing.assert_close(got, result, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_of_groups_that_programs_seek_stay():
