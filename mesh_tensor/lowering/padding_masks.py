@@ -119,11 +119,11 @@ class CountedOnce:
         copies = [reduction.products.get(product) for _, reduction in self._splits]
         return [copy for copy in copies if copy is not None]
 
-    def owners(self, statement: Statement) -> list[Statement]:
-        """What looks up all that is in what a statement writes to a parameter: devices that have not got that write
-        0."""
-        found = [reduction.owners.get(statement) for _, reduction in self._splits]
-        return [lookup for lookup in found if lookup is not None]
+    def owners(self, statement: Statement) -> list[tuple[Statement, Split]]:
+        """What looks up, in which split, all that is in what a statement writes to a parameter: devices that have not
+        got that write 0."""
+        found = [(reduction.owners.get(statement), split) for split, reduction in self._splits]
+        return [(lookup, split) for lookup, split in found if lookup is not None]
 
     def started(self, statement: Statement, value: tirx.PrimExpr) -> tirx.PrimExpr:
         """A value in which 0 stands in for maxima that are still the lowest value: nothing counts yet of such a row,
@@ -185,7 +185,7 @@ class LocalTileOps:
         Raises `Blocked` (rules.factors) where padding can't be masked."""
         record = statement.tile_op
         assert record is not None
-        owned = [condition for lookup in self.once.owners(statement) for condition in self.values.owned(lookup)]
+        owned = [condition for owner in self.once.owners(statement) for condition in self.values.owned(*owner)]
         if isinstance(record, tile_ops.Atomic) and not isinstance(record.value, tile_ops.Region):
             return guarded(self._value_atomic(statement, record), owned)
         destination = len(record.sources)

@@ -124,3 +124,32 @@ def test_programs_are_split_by_another_axis():
         expected = run(programs("plain"), {"x": 1}, LAYOUTS, *values)
         layouts = LAYOUTS | {"A": {"y": 0}, "C": {"y": 0}}
         torch.testing.assert_close(run(programs("plain"), {"x": 2, "y": 3}, layouts, *values), expected)
+
+
+def test_another_axis_splits_what_is_looked_up_beside_it():
+    """In one statement, at a place of its own in every iteration: that device's share is a part of a sum."""
+
+    @T.prim_func
+    def main(
+        W: T.Tensor((4 * ROWS, N), "float32"),
+        V: T.Tensor((ROWS, N), "float32"),
+        expert_of: T.Tensor((8,), "int32"),
+        rows_of: T.Tensor((8, 3), "int32"),
+        C: T.Tensor((8, N), "float32"),
+    ):
+        with T.Kernel(8, threads=32) as bx:
+            total = T.alloc_fragment((N,), "float32")
+            for j in T.Parallel(N):
+                total[j] = bx + 1
+            for k in T.serial(3):
+                for j in T.Parallel(N):
+                    total[j] += W[expert_of[bx], j] * V[rows_of[bx, k], j]
+            T.copy(total, C[bx, 0])
+
+    w, v = torch.randn(4 * ROWS, N), torch.randn(ROWS, N)
+    expert_of, rows_of = torch.randint(4 * ROWS, (8,)).int(), torch.randint(ROWS, (8, 3)).int()
+    expected = w[expert_of.long()] * v[rows_of.long()].sum(1) + torch.arange(1.0, 9)[:, None]
+    layouts = {"W": {"x": 0}, "V": {"y": 0}, "expert_of": {}, "rows_of": {}, "C": {}}
+    with machine(1):
+        got = run(main, {"x": 2, "y": 2}, layouts, w, v, expert_of, rows_of)
+    torch.testing.assert_close(got, expected)
