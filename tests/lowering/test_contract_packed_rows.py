@@ -6,6 +6,7 @@ import pytest
 import tilelang.language as T
 import torch
 
+import mesh_tensor as mt
 from kernels.packed import packed_attention, packed_attention_reference
 from kernels.rope import packed_rope
 from kernels.sparse import searched_grouped_matmul, searched_grouped_matmul_reference
@@ -85,6 +86,18 @@ def told_elsewhere(A, table, Out, row, bx):
         row[j] = row[j] + A[table[bx], T.cast(A[table[bx], 0], "int32")]
     T.copy(row, Out[table[bx], 0])
     Out[bx % ROWS, 1] = row[0]
+
+
+@T.macro
+def asserted(A, table, Out, row, bx):
+    T.device_assert(table[bx] >= 0, "a row of the table")
+    T.copy(row, Out[table[bx], 0])
+
+
+def test_programs_of_no_row_still_assert():
+    a, rows = torch.randn(ROWS, DIM), torch.tensor([0, 1, 2, 3, -1, 4, 5, 6]).int()
+    with machine(1), pytest.raises(mt.MeshTensorError, match="a row of the table"):
+        run(written(asserted), {"x": 3}, {"A": {"x": 0}, "Out": {"x": 0}}, a, rows, torch.zeros(ROWS, DIM))
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

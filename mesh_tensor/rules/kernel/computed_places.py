@@ -239,7 +239,8 @@ def _is_all_there(kernel: Kernel, place: _Place, writes_there: Callable[[Stateme
     """Whether all that a program writes is at its place: one whose place is no block does nothing."""
     if place.loops[-1].kind != "grid" or any(buffer.scope() == "global" for buffer in kernel.on_chip):
         return False
-    if any(s.unknown or isinstance(s.node, tirx.AssertStmt) or assert_call(s.node) for s in kernel.statements):
+    asserts = any(isinstance(s.node, tirx.AssertStmt) or assert_call(s.node) is not None for s in kernel.statements)
+    if asserts or any(s.unknown for s in kernel.statements):
         return False
     written = [s for s in kernel.statements if s.write is not None and kernel.is_param(s.write.buffer)]
     return bool(written) and all(map(writes_there, written))
