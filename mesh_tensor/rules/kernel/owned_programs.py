@@ -51,7 +51,11 @@ def _is_of_program(kernel: Kernel, place: tirx.PrimExpr, top: int) -> bool:
     known = {*(loop.var for loop in kernel.grid), *kernel.func.params, *bound}
     if not vars_of([place], {}) <= known:
         return False
-    return all(not any(s.writes(load.buffer) and s.top >= top for s in kernel.statements) for load in loads(place))
+    return all(
+        kernel.keeps(load.buffer)
+        or not (kernel.is_param(load.buffer) or any(s.writes(load.buffer) and s.top >= top for s in kernel.statements))
+        for load in loads(place)
+    )
 
 
 def _is_outer(statement: Statement) -> bool:
