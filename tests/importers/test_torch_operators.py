@@ -290,3 +290,25 @@ def test_an_embedding_whose_gradient_is_scaled_by_frequency():
     model = nn.Embedding(8, 4, scale_grad_by_freq=True)
     with pytest.raises(mt.MeshTensorError, match="gradient is scaled by frequency"):
         mt.from_torch(torch.export.export(model, (torch.randint(8, (3,)),)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[3:1],
+        lambda x: x[:0].reshape(0, 1, 7),
+        lambda x: (x[:0].any(), x[:0].all(0), x[:, :0].prod(1), torch.cat([x[5:4], x])),
+        lambda x: torch.arange(2.1, -2.9, -1.0, dtype=torch.int64) + x[:4, :1],
+        lambda x: torch.arange(1.0, 5.000001, 2.0, dtype=torch.int64) + x[:, :2],
+    ],
+)
+def test_tensors_without_elements_and_steps_of_fractions(function):
+    check(function, torch.randn(5, 7))
+
+
+def test_an_input_without_elements_is_split_further():
+    module = mt.from_torch(torch.export.export(Function(torch.frexp), (torch.zeros(1, 0, 3),)))
+    (name,) = [param.name_hint for param in module.mod["main"].params]
+    mantissa, exponent = mt.distribute_module(module, {"x": 2, "y": 2}, {name: {"x": 1, "y": 0}})(torch.zeros(1, 0, 3))
+    assert (mantissa.shape, mantissa.dtype) == ((1, 0, 3), torch.float32)
+    assert (exponent.shape, exponent.dtype) == ((1, 0, 3), torch.int32)
