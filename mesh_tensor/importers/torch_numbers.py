@@ -198,7 +198,7 @@ def is_zero(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 
 def counted(node: torch.fx.Node, importer: Any) -> Any:
-    """Numbers one step apart. Of steps down, and of fractions that torch cuts off for whole numbers, TVM makes too many:
+    """Numbers one step apart. Of steps down, and of fractions in whole numbers, which torch cuts off, TVM makes others:
     these are steps up, multiplied."""
     start, end, step = arguments(node, importer, 2, step=1)
     (count,), dtype = node.meta["val"].shape, result_dtype(node)
