@@ -323,6 +323,8 @@ LOWEST = torch.iinfo(torch.int64).min  # what NaN is as an index
         (F.cross_entropy, (3, 0, 2), (3, LOWEST, 2)),
         (lambda x, i: x.gather(1, i[:, None]), (3, 0, 2), (3, LOWEST, 2)),
         (lambda x, i: x.scatter(1, i[:, None], 1.0), (3, 0, 2), (3, LOWEST, 2)),
+        (lambda x, i: x.index_add(0, i, x, alpha=0.5), (1, 0, 1), (1, -1, 1)),
+        (lambda x, i: x.index_copy(1, i, x[:, 1:]), (3, 0, 2), (3, -1, 2)),
         (lambda x, i: F.max_unpool1d(x[:, :1], i[:, None], 4), (3, 0, 2), (3, -1, 2)),
     ],
 )
