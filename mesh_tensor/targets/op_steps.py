@@ -262,7 +262,7 @@ def _without_padding(function: Callable[..., Any], call: OpCall, valid: Sequence
     given = len(vjp_of(call).given) if call.operator == VJP else len(valid)
 
     def run(*tiles: torch.Tensor) -> Any:
-        if any(0 in each.extent and 0 not in each.stored for each in valid):
+        if any(extent == 0 < size for each in valid for size, extent in zip(each.stored, each.extent, strict=True)):
             return [tiles[0].new_zeros(out.shape, dtype=torch_dtype(out.dtype)) for out in call.outputs]
         repeated = [each.repeated(tile) for tile, each in zip(tiles[:given], valid, strict=False)]
         return function(*repeated, *tiles[given:])
