@@ -31,7 +31,6 @@ from .mesh_module import MeshModule
 from .module import distribute_module
 from .training import TrainingStep
 
-
 T = TypeVar("T")
 
 

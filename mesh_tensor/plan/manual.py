@@ -146,6 +146,7 @@ def wrong_axes(axes: Mesh, mesh: Mesh) -> list[str]:
 
 
 def _name(call: relax.Call) -> str:
-    if call.args and isinstance(call.args[0], relax.ExternFunc):
+    name = op_name(call.op)
+    if name.startswith("call_") and isinstance(call.args[0], relax.ExternFunc):  # most calls are of operators
         return str(call.args[0].global_symbol)
-    return op_name(call.op)
+    return name
