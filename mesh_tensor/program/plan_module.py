@@ -62,7 +62,8 @@ class Port:
 class ModulePlan:
     """A function of a module, planned for a mesh. `ports`: its parameters and results; `params`: its parameters' names,
     in order; `state`: by parameter, the result that replaces it in the next call; `index_checks`: what elements of
-    arguments have to be, because they are looked up. `stages` finds what was made on the way, for the same sizes."""
+    arguments have to be, because they are looked up. `stages` finds what was made on the way, for the same sizes.
+    Plans of the same `kin` differ in numbers only, and a number that is one as another is that in all of them."""
 
     made: ModuleProgram
     ports: tuple[Port, ...]
@@ -71,6 +72,7 @@ class ModulePlan:
     index_checks: tuple[IndexCheck, ...]
     base: Mesh
     stages: Callable[[], Stages]
+    kin: object = None
 
     @property
     def mesh(self) -> Mesh:

@@ -46,12 +46,6 @@ def tile_calls(step: OpStep, program: Program, ranks: Sequence[int], target: Tar
     return [_tile_call(step, program, ranks[0], target)] * len(ranks)
 
 
-def tile_functions(step: OpStep, calls: Sequence[TileCall]) -> list[TileFunction]:
-    """Per rank the step as a function of the operands' tiles, by its call of torch; it gives the results' tiles."""
-    made = {id(call): TileFunction(step, call) for call in calls}
-    return [made[id(call)] for call in calls]
-
-
 class Section:
     """OpSteps that follow each other, and the ends of memory between them, as one action on what a device holds: a dict
     from storages to tiles (`listed`: to lists of one tile). `records`: what torch keeps between operators and their
@@ -85,7 +79,8 @@ class Section:
         try:
             self._line.run(held)
         except (RuntimeError, IndexError) as error:
-            _refuse_failed(self.failed_at(error), error)
+            line = self._line.failed_at(error)
+            _refuse_failed(self.steps[line], self._lines[line].call, error)
 
     def memory(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], list[str], int]:
         """Of storages' sizes: those of what is there afterwards, and was not before; what ends that was there before;
@@ -213,36 +208,32 @@ def _with_ends(steps: Sequence[Step]) -> list[tuple[OpStep, tuple[str, ...]]]:
     return [(step, tuple(ends)) for step, ends in made]
 
 
-@dataclass(slots=True, eq=False)
-class TileFunction:
-    """A step as a function from tiles to tiles."""
+def results_of(step: OpStep, call: TileCall, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results' tiles of a step, by its call of torch."""
+    try:
+        made = call.function(*[tile.reshape(shape) for tile, shape in zip(operands, call.takes, strict=True)])
+    except (RuntimeError, IndexError) as error:
+        _refuse_failed(step, call, error)
+    return _finished(call, made)
 
-    step: OpStep
-    call: TileCall
 
-    def __call__(self, *operands: torch.Tensor) -> list[torch.Tensor]:
-        call = self.call
-        try:
-            made = call.function(*[tile.reshape(shape) for tile, shape in zip(operands, call.takes, strict=True)])
-        except (RuntimeError, IndexError) as error:
-            _refuse_failed(self.step, error)
-        return self._finished(made)
+def added_results_of(
+    step: OpStep, call: TileCall, operands: Sequence[torch.Tensor], totals: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """The results' tiles, added to totals where there are such, which stay as they are."""
+    added = added_function(step.call)
+    if added is None or totals[0] is None:
+        made = zip(results_of(step, call, operands), totals, strict=True)
+        return [tile if total is None else torch.add(total, tile) for tile, total in made]
+    given = [tile.reshape(shape) for tile, shape in zip(operands, call.takes, strict=True)]
+    return _finished(call, added(*given, totals[0].reshape(call.makes[0]).clone()))
 
-    def adding(self, operands: Sequence[torch.Tensor], totals: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The results' tiles, added to totals where there are such, which stay as they are."""
-        added, call = added_function(self.step.call), self.call
-        if added is None or totals[0] is None:
-            made = zip(self(*operands), totals, strict=True)
-            return [tile if total is None else torch.add(total, tile) for tile, total in made]
-        given = [tile.reshape(shape) for tile, shape in zip(operands, call.takes, strict=True)]
-        return self._finished(added(*given, totals[0].reshape(call.makes[0]).clone()))
 
-    def _finished(self, made: Any) -> list[torch.Tensor]:
-        call = self.call
-        made = made if isinstance(made, (tuple, list)) else (made,)
-        typed = [tile if tile.dtype is dtype else tile.to(dtype) for tile, dtype in zip(made, call.dtypes, strict=True)]
-        results = [tile.reshape(shape) for tile, shape in zip(typed, call.gives, strict=True)]
-        return [tile.contiguous() if whole else tile for tile, whole in zip(results, call.whole, strict=True)]
+def _finished(call: TileCall, made: Any) -> list[torch.Tensor]:
+    made = made if isinstance(made, (tuple, list)) else (made,)
+    typed = [tile if tile.dtype is dtype else tile.to(dtype) for tile, dtype in zip(made, call.dtypes, strict=True)]
+    results = [tile.reshape(shape) for tile, shape in zip(typed, call.gives, strict=True)]
+    return [tile.contiguous() if whole else tile for tile, whole in zip(results, call.whole, strict=True)]
 
 
 def _tile_call(step: OpStep, program: Program, rank: int, target: Target) -> TileCall:
@@ -289,8 +280,8 @@ def _lying(
     return TileCall(function, comes, takes, makes, gives, dtypes, whole)
 
 
-def _refuse_failed(step: OpStep, error: Exception) -> NoReturn:
-    known = [tensor.shape for tensor in step.call.inputs]
+def _refuse_failed(step: OpStep, call: TileCall, error: Exception) -> NoReturn:
+    known = list(call.takes)
     refuse(f"R.{name_of(step.call)} fails on tiles of {known}: {error}", where=step.where)
 
 
