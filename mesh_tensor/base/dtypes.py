@@ -50,6 +50,7 @@ def dtype_bits(dtype: str) -> int:
     return int(digits.group()) if digits else 8
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """The size of one element in bytes, at least 1."""
     return max(1, dtype_bits(dtype) // 8)

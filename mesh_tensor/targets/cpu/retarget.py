@@ -17,7 +17,7 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir.effects import FIX, FROM, changes_nothing, op_name, refuse_thread_groups
-from mesh_tensor.tir.grid_barriers import without_grid_barriers
+from mesh_tensor.tir.grids import without_grid_barriers
 from mesh_tensor.tir.nodes import function_name, is_const, loads, nodes
 from mesh_tensor.tir.reducers import parts_of
 from mesh_tensor.tir.rewrite import sequence
