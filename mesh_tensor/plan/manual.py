@@ -154,7 +154,7 @@ def wrong_axes(axes: Mesh, mesh: Mesh) -> list[str]:
 
 def _name(call: relax.Call) -> str:
     name = op_name(call.op)
-    if name.startswith("call_") and isinstance(call.args[0], relax.ExternFunc):  # most calls are of operators
+    if name.startswith("call_") and call.args and isinstance(call.args[0], relax.ExternFunc):  # most aren't called so
         return str(call.args[0].global_symbol)
     return name
 
