@@ -62,6 +62,7 @@ class ModelPieces:
         self._weights = [name for name in self.flow.params if name not in inputs and self.flow.is_float(name)]
         self._known: dict[Shape, Model] = {}
         self._flows: dict[int, Flow] = {}
+        self._cuts: dict[tuple, tuple[Stage, ...]] = {}
         self._layouts, self._kinds = layouts, "FBIW" if halves else "FB"
         self.planned = 0
 
@@ -181,8 +182,14 @@ class ModelPieces:
             self._flows[rows] = Flow(bound(self.flow.mod, self.flow.function, sizes), self.flow.function)
         return self._flows[rows]
 
-    def stages_of(self, flow: Flow, layers: Sequence[int], only: Sequence[int] | None = None) -> tuple[Stage, ...]:
+    def stages_of(self, flow: Flow, layers: Sequence[int], only: tuple[int, ...] | None = None) -> tuple[Stage, ...]:
         """The function cut so that stages have so many layers, the first and last one what is around them."""
+        key = flow, tuple(layers), only
+        if key not in self._cuts:
+            self._cuts[key] = self._cut(flow, layers, only)
+        return self._cuts[key]
+
+    def _cut(self, flow: Flow, layers: Sequence[int], only: tuple[int, ...] | None) -> tuple[Stage, ...]:
         groups, start = [], 0
         for count in layers:
             groups.append([name for layer in self.layers.layers[start : start + count] for name in layer])

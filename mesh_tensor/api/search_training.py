@@ -73,20 +73,25 @@ def search_training(
     asked = _question(pieces, machine, batch, options)
     read = [] if options.known is None else read_saved(options.known, asked, "plans", lambda row: _plan(row, pieces))
     known = {each.choice: each for each in read}
-    found, sizes = _composed(choices, pieces, composer, batch, options, known)
-    if not found:
+    end = time.monotonic() + options.seconds
+    found, large = _composed(choices, pieces, composer, batch, options, known, end)
+    rank = _rank(options.objective)
+    tried = _in_full(sorted(found, key=rank), pieces, composer, batch, options, end)
+    if not any(each.memory <= options.limit for each in tried):  # pieces may have said a little too much
+        least = sorted(large, key=lambda each: each.memory)[: options.finalists]
+        tried += _in_full(least, pieces, composer, batch, options, end) or large
+    plans = [each for each in tried if each.memory <= options.limit]
+    if not plans:
         refuse(
             f"no way to train fits into {options.limit:,} bytes per device",
             where=f"{devices} devices of machine {machine.name!r}",
-            why=f"the smallest that was found needs {min(sizes):,}",
+            why=f"the smallest that was found needs {min(each.memory for each in tried):,}",
             fix="take more devices, a smaller batch, or a machine with more memory",
         )
-    rank = _rank(options.objective)
-    plans = _in_full(sorted(found, key=rank), pieces, composer, batch, options)
     plans.sort(key=lambda each: (not each.in_full, rank(each)))  # what is put together may leave something out
     names = () if options.topology is None else options.topology.names
     return TrainingPlans(
-        module, options.function, machine, batch, tuple(plans), len(choices), len(sizes), pieces, names, asked
+        module, options.function, machine, batch, tuple(plans), len(choices), len(large), pieces, names, asked
     )
 
 
@@ -114,9 +119,10 @@ def _composed(
     batch: int,
     options: TrainingOptions,
     known: Mapping[Choice, Estimate],
-) -> tuple[list[Estimate], list[int]]:
-    """What choices take that fit into memory, put together from pieces; and the memory of those that don't."""
-    end, found, too_large = time.monotonic() + options.seconds, list[Estimate](), list[int]()
+    end: float,
+) -> tuple[list[Estimate], list[Estimate]]:
+    """What choices take that fit into memory, put together from pieces; and those that don't."""
+    found, too_large = list[Estimate](), list[Estimate]()
     for number, choice in enumerate(choices, 1):
         try:
             if options.progress is not None:
@@ -125,10 +131,7 @@ def _composed(
             if choice not in known and late:
                 continue
             made = known.get(choice) or _estimated(choice, pieces, composer, batch, options.limit)
-            if made.memory <= options.limit:
-                found.append(made)
-            else:
-                too_large.append(made.memory)
+            (found if made.memory <= options.limit else too_large).append(made)
         except KeyboardInterrupt:
             if not found:
                 raise
@@ -177,19 +180,21 @@ _VALUES: Mapping[str, Callable[[Any], bool]] = {
 
 
 def _in_full(
-    plans: list[Estimate], pieces: ModelPieces, composer: Composer, batch: int, options: TrainingOptions
+    plans: list[Estimate], pieces: ModelPieces, composer: Composer, batch: int, options: TrainingOptions, end: float
 ) -> list[Estimate]:
-    """The plans, of which the first ones are planned in full, until so many fit as are asked for. What doesn't fit
-    then is left out, unless nothing does."""
+    """The plans, of which the first ones are planned in full: until so many fit as are asked for, or as many don't and
+    the time is over."""
     made: list[Estimate] = []
-    left = list(plans)
+    left, wanted = list(plans), options.finalists
     try:
-        while left and sum(each.memory <= options.limit for each in made) < options.finalists:
+        while left and sum(each.memory <= options.limit for each in made) < wanted:
+            if len(made) >= wanted and time.monotonic() > end:
+                break
             made.append(in_full(left[0], pieces, composer, batch))
             left.pop(0)
     except KeyboardInterrupt:  # the rest as it was put together
         pass
-    return [each for each in made if each.memory <= options.limit] + left or made
+    return made + left
 
 
 def in_full(plan: Estimate, pieces: ModelPieces, composer: Composer, batch: int) -> Estimate:

@@ -52,7 +52,8 @@ class Mesh:
 
     def check_axes(self, axes: Iterable[str]) -> None:
         """Raise a MeshTensorError that names every axis of `axes` that this mesh doesn't have."""
-        unknown = [axis for axis in axes if axis not in self]
+        known = self._sizes
+        unknown = [axis for axis in axes if not isinstance(axis, str) or axis not in known]
         if unknown:
             refuse(
                 [f"unknown mesh axis {axis!r}" for axis in unknown],
