@@ -426,7 +426,9 @@ class MeshModule:
         if launch is None:
             self._launches.drop(lambda key: key[1] is not None and not key[1].is_current())
             if ranks is None:
-                launch = ModuleLaunch(plan, self._target, self._weights, poison=self._poison, totals=self._totals)
+                launch = self._resized(plan) or ModuleLaunch(
+                    plan, self._target, self._weights, poison=self._poison, totals=self._totals
+                )
             else:
                 made_for = plan, self._target, ranks, self._weights, self._options.overlap, self._carried
                 settled = self._device_mesh is not None
@@ -435,6 +437,13 @@ class MeshModule:
                 )
             self._launches.put(key, launch)
         return launch
+
+    def _resized(self, plan: ModulePlan) -> ModuleLaunch | None:
+        """A launch as there is one for other sizes."""
+        if plan.kin is None:
+            return None
+        others = (launch for launch in self._launches if isinstance(launch, ModuleLaunch))
+        return next((made for launch in others if (made := launch.resized(plan)) is not None), None)
 
     def _planned(self, sizes: Mapping[Any, int], whole_axes: bool = False) -> ModulePlan:
         self._sizes = sizes

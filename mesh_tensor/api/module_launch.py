@@ -4,6 +4,7 @@ records its calls for torch.autograd."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +14,7 @@ from tvm import ir, relax
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.plan.ir import STATE_ATTR
-from mesh_tensor.program.in_place import Overwritten
+from mesh_tensor.program.builder import Overwritten
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import not_finite
@@ -28,7 +29,7 @@ from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.tile_memory import memory_of
 from mesh_tensor.targets.totals import can_be_totals
 
-from .module_ports import HeldWeights, ModulePort, Refined, apart, constant_tensor, picked, ports_of, whole
+from .module_ports import HeldWeights, ModulePort, Refined, apart, constant_tensor, module_port, picked, ports_of, whole
 
 if TYPE_CHECKING:
     from .mesh_module import AnyLaunch
@@ -60,6 +61,26 @@ class ModuleLaunch:
         self._totals = {number: found[made.result[number]] for number in totals if made.result[number] in found}
         added = frozenset(self._totals.values())
         self._run = Launch(made.program, target, poison=poison, fixed=self._held, totals=added)
+
+    def resized(self, plan: ModulePlan) -> ModuleLaunch | None:
+        """The same for a plan that differs in sizes only; None where it has to be made anew."""
+        if plan.kin is None or plan.kin is not self.plan.kin:
+            return None
+        before, values = self.plan.made.program.values, plan.made.program.values
+        if any(values[name] is not before[name] for name in self._held):
+            return None
+        run = self._run.resized(plan.made.program)
+        if run is None:
+            return None
+        made = copy(self)
+        vars(made).pop("_overwritten", None)
+        made.plan, made._run = plan, run
+        made._ports = self._ports | {
+            new.name: module_port(plan, new)
+            for new, old in zip(plan.ports, self.plan.ports, strict=True)
+            if new is not old
+        }
+        return made
 
     def __call__(
         self, tensors: Mapping[str, torch.Tensor | MeshTensor], totals: dict[int, MeshTensor] | None = None

@@ -21,7 +21,7 @@ from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.plan.atoms import Sizes, made_plain, plain_sharding
 from mesh_tensor.plan.ir import Interleaved
-from mesh_tensor.program.plan_module import ModulePlan
+from mesh_tensor.program.plan_module import ModulePlan, Port
 from mesh_tensor.program.program import ProgramValue
 from mesh_tensor.runtime.module_inputs import ModuleSignature
 from mesh_tensor.runtime.placement import layout_of
@@ -182,8 +182,12 @@ def _relabel(tensor: MeshTensor, shape: tuple[int, ...], sharding: Sharding) -> 
 
 def ports_of(plan: ModulePlan) -> list[ModulePort]:
     """The parameters and results of a plan, on the boundary."""
-    parts = plan.refinement
-    return [ModulePort(port.name, port.dtype, port.dims, port.sharding, port.order, parts) for port in plan.ports]
+    return [module_port(plan, port) for port in plan.ports]
+
+
+def module_port(plan: ModulePlan, port: Port) -> ModulePort:
+    """One of these."""
+    return ModulePort(port.name, port.dtype, port.dims, port.sharding, port.order, plan.refinement)
 
 
 def _interleaved(tensor: torch.Tensor, order: Interleaved) -> torch.Tensor:

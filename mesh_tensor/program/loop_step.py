@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,7 +14,7 @@ class Body(Protocol):
     """The program of a loop's step, as far as the step is asked."""
 
     @property
-    def steps(self) -> tuple[Step, ...]: ...
+    def steps(self) -> Sequence[Step]: ...
 
     @property
     def takes(self) -> tuple[str, ...]: ...

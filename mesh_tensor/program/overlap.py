@@ -90,11 +90,11 @@ def overlapped(program: Program, wanted: int | Machine) -> Program:
         return program
     rewriter = _Rewriter(program, wanted)
     rewriter.run()
-    return _with_early_starts(program, rewriter.result, program.values | rewriter.values, rewriter.notes)
+    return _with_early_starts(program, rewriter.result, {**program.values, **rewriter.values}, rewriter.notes)
 
 
 def _with_early_starts(
-    program: Program, steps: Sequence[Step], values: dict[str, ProgramValue], notes: Sequence[str]
+    program: Program, steps: Sequence[Step], values: Mapping[str, ProgramValue], notes: Sequence[str]
 ) -> Program:
     """The program with other steps, whose collectives start early, and with the memory that they need."""
     early = early_starts(steps, values)

@@ -17,8 +17,6 @@ from mesh_tensor.lowering.local_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
 from mesh_tensor.plan.expansions import expand, refined_annotations, refinements, regroup_sums, with_merged_dims
 from mesh_tensor.plan.explicit import ExplicitGraph, forms_in
-from mesh_tensor.plan.fixed_rows import without_fixed_rows
-from mesh_tensor.plan.gathers import gathered_first
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph, Interleaved, leaves
@@ -26,7 +24,13 @@ from mesh_tensor.plan.prices import prices_on
 from mesh_tensor.plan.propagate import Late, Layouts, other_turns, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
 from mesh_tensor.plan.reshards import cost_of, insert_reshards
-from mesh_tensor.plan.slices import joined_slices, parts_side_by_side, sliced_splits
+from mesh_tensor.plan.rewrites import (
+    gathered_first,
+    joined_slices,
+    parts_side_by_side,
+    sliced_splits,
+    without_fixed_rows,
+)
 from mesh_tensor.plan.tir_rule import node_rules
 from mesh_tensor.plan.tir_stages import expand_kernels
 
@@ -62,7 +66,8 @@ class Port:
 class ModulePlan:
     """A function of a module, planned for a mesh. `ports`: its parameters and results; `params`: its parameters' names,
     in order; `state`: by parameter, the result that replaces it in the next call; `index_checks`: what elements of
-    arguments have to be, because they are looked up. `stages` finds what was made on the way, for the same sizes."""
+    arguments have to be, because they are looked up. `stages` finds what was made on the way, for the same sizes.
+    Plans of the same `kin` differ in numbers only, and a number that is one as another is that in all of them."""
 
     made: ModuleProgram
     ports: tuple[Port, ...]
@@ -71,6 +76,7 @@ class ModulePlan:
     index_checks: tuple[IndexCheck, ...]
     base: Mesh
     stages: Callable[[], Stages]
+    kin: object = None
 
     @property
     def mesh(self) -> Mesh:

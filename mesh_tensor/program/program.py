@@ -7,7 +7,7 @@ kernel has to know which device it is on, it takes the device's coordinates as i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -84,8 +84,8 @@ class Program:
     name: str
     mesh: Mesh
     parameters: tuple[Parameter, ...]
-    values: dict[str, ProgramValue]
-    steps: tuple[Step, ...]
+    values: Mapping[str, ProgramValue]
+    steps: Sequence[Step]
     decided: Callable[[], Decisions] | None = field(default=None, compare=False, repr=False)
     overlap: tuple[str, ...] = field(default=(), compare=False)
 

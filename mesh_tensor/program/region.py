@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import overload
 
 from mesh_tensor.plan.index_checks import IndexCheck
 from mesh_tensor.rules.operator import OpCall
@@ -77,19 +78,20 @@ class Region:
     def _prepare(self) -> None:
         """What has numbers that change, each kind once."""
         made, slots = self._plan.made.program, iter(self._slots)
-        self._values = [(name, value, self._changing(next(slots))) for name, value in made.values.items()]
+        self.steps = tuple(made.steps)
+        self.values = {name: (value, self._changing(next(slots))) for name, value in made.values.items()}
         self._ports = [(port, self._changing(next(slots))) for port in self._plan.ports]
         self._checks = [(check, self._changing(next(slots))) for check in self._plan.index_checks]
-        self._calls: dict[_Key, OpCall] = {}
-        self._ops: dict[
+        self.calls: dict[_Key, OpCall] = {}
+        self.ops: dict[
             int, tuple[_Key, int]
         ] = {}  # of steps by number, those that change: their call, and flops beside
         ops = [(number, step) for number, step in enumerate(made.steps) if isinstance(step, OpStep)]
         for (number, op), own, of_call in zip(ops, self._more, slots, strict=True):
             if self._changing(of_call) is not None or self._beside.is_open(own):
                 key = id(op.call), of_call
-                self._calls[key] = op.call
-                self._ops[number] = key, own
+                self.calls[key] = op.call
+                self.ops[number] = key, own
 
     def _changing(self, slots: _Slots) -> _Slots | None:
         return slots if any(map(self._terms.is_open, slots)) else None
@@ -99,49 +101,108 @@ class Region:
         numbers, more = self._terms.at(sizes), self._beside.at(sizes)
         if numbers is None or more is None or self._terms.coincide(numbers, self._constants):
             return None
-        known: dict[_Slots, tuple[int, ...]] = {}
-
-        def at(slots: _Slots) -> tuple[int, ...]:
-            found = known.get(slots)
-            if found is None:
-                found = known[slots] = tuple([numbers[slot] for slot in slots])
-            return found
-
-        values = {name: value if slots is None else shaped(value, at(slots)) for name, value, slots in self._values}
-        calls = {key: with_sizes(call, at(key[1])) for key, call in self._calls.items()}
-        plan, stages = self._plan, cache(lambda: self._exact(sizes).stages())
+        plan, filled = self._plan, _Filled(self, numbers, more)
+        stages = cache(lambda: self._exact(sizes).stages())
+        made, at = plan.made, filled.at
         program = replace(
-            plan.made.program,
-            values=values,
-            steps=self._sized_steps(values, calls, more),
-            decided=lambda: decided_in(stages().made.program),
+            made.program, values=filled, steps=filled.steps, decided=lambda: decided_in(stages().made.program)
         )
         return replace(
             plan,
-            made=replace(plan.made, program=program),
+            made=replace(made, program=program),
             ports=tuple([port if slots is None else _port(port, at(slots)) for port, slots in self._ports]),
             index_checks=tuple([c if slots is None else _check(c, at(slots)) for c, slots in self._checks]),
             stages=stages,
+            kin=self,
         )
 
-    def _sized_steps(
-        self, values: Mapping[str, ProgramValue], calls: Mapping[_Key, OpCall], more: Sequence[int]
-    ) -> tuple[Step, ...]:
-        counted = {key: count_flops(call) for key, call in calls.items()}
-        collectives: dict[int, CollectiveStep] = {}
-        steps: list[Step] = []
-        for number, step in enumerate(self._plan.made.program.steps):
-            if isinstance(step, OpStep) and number in self._ops:
-                key, beside = self._ops[number]
-                flops, call = counted[key] + more[beside], calls[key]
-                step = OpStep(call, step.args, step.results, step.whole, flops, step.where, None, step.checked)
-            elif isinstance(step, (CollectiveStep, WaitStep)):
-                own = collectives.get(id(step.collective))
-                if own is None:
-                    own = collectives[id(step.collective)] = _sized_collective(step.collective, values)
-                step = WaitStep(own) if isinstance(step, WaitStep) else own
-            steps.append(step)
-        return tuple(steps)
+
+class _Filled(Mapping[str, ProgramValue]):
+    """The values of a region's plan for some sizes, and its `steps`, each made when somebody asks for it: one
+    object each, whichever threads ask. `numbers`, `beside`: what terms are then, and those of flops of what was fused."""
+
+    def __init__(self, region: Region, numbers: Sequence[int], beside: Sequence[int]) -> None:
+        self._region, self._numbers, self._beside = region, numbers, beside
+        self._known: dict[_Slots, tuple[int, ...]] = {}
+        self._values: dict[str, ProgramValue] = {}
+        self._calls: dict[_Key, tuple[OpCall, int]] = {}
+        self._collectives: dict[int, CollectiveStep] = {}
+        self.steps = _Steps(region.steps, self._step)
+
+    def at(self, slots: _Slots) -> tuple[int, ...]:
+        """The numbers of these terms."""
+        found = self._known.get(slots)
+        if found is None:
+            found = self._known.setdefault(slots, tuple([self._numbers[slot] for slot in slots]))
+        return found
+
+    def __getitem__(self, name: str) -> ProgramValue:
+        value, slots = self._region.values[name]
+        if slots is None:
+            return value
+        found = self._values.get(name)
+        if found is None:
+            found = self._values.setdefault(name, shaped(value, self.at(slots)))
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._region.values)
+
+    def __len__(self) -> int:
+        return len(self._region.values)
+
+    def _step(self, number: int, step: Step) -> Step:
+        if isinstance(step, OpStep) and number in self._region.ops:
+            key, beside = self._region.ops[number]
+            call, counted = self._call(key)
+            flops = counted + self._beside[beside]
+            return OpStep(call, step.args, step.results, step.whole, flops, step.where, None, step.checked)
+        if isinstance(step, CollectiveStep):
+            return self._collective(step)
+        return WaitStep(self._collective(step.collective)) if isinstance(step, WaitStep) else step
+
+    def _call(self, key: _Key) -> tuple[OpCall, int]:
+        found = self._calls.get(key)
+        if found is None:
+            call = with_sizes(self._region.calls[key], self.at(key[1]))
+            found = self._calls.setdefault(key, (call, count_flops(call)))
+        return found
+
+    def _collective(self, step: CollectiveStep) -> CollectiveStep:
+        """One object for the collective, whoever starts it or waits for it."""
+        found = self._collectives.get(id(step))
+        if found is None:
+            moved = bytes_received(step.kind, self[step.src], self[step.dst], step.axes)
+            own = step if step.bytes == moved else replace(step, bytes=moved)
+            found = self._collectives.setdefault(id(step), own)
+        return found
+
+
+class _Steps(Sequence[Step]):
+    """Steps, each made of another one and its number when somebody asks for it."""
+
+    def __init__(self, of: Sequence[Step], make: Callable[[int, Step], Step]) -> None:
+        self._of, self._make = of, make
+        self._made: dict[int, Step] = {}
+
+    @overload
+    def __getitem__(self, at: int) -> Step: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Step, ...]: ...
+    def __getitem__(self, at: int | slice) -> Step | tuple[Step, ...]:
+        if isinstance(at, slice):
+            return tuple([self[number] for number in range(*at.indices(len(self)))])
+        number = range(len(self))[at]
+        found = self._made.get(number)
+        if found is None:
+            found = self._made.setdefault(number, self._make(number, self._of[number]))
+        return found
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
 
 def _are_sized(plan: ModulePlan) -> bool:
@@ -185,8 +246,3 @@ def _port(port: Port, numbers: Sequence[int]) -> Port:
 
 def _check(check: IndexCheck, numbers: Sequence[int]) -> IndexCheck:
     return replace(check, size=numbers[0], lowest=numbers[1])
-
-
-def _sized_collective(step: CollectiveStep, values: Mapping[str, ProgramValue]) -> CollectiveStep:
-    moved = bytes_received(step.kind, values[step.src], values[step.dst], step.axes)
-    return step if step.bytes == moved else replace(step, bytes=moved)

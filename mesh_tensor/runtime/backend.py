@@ -23,15 +23,16 @@ from mesh_tensor.program.steps import KernelStep, Meanings
 
 class Memory:
     """What this process holds while a program runs: per storage the local memory, in whatever form the backend has it,
-    what was started and not yet waited for (by the name of the value that it makes), and the kernel's own scalars.
-    Keeps count of the bytes per device of what is told to `hold` and `drop`."""
+    what was started and not yet waited for (by the name of the value that it makes), the kernel's own scalars, and
+    what the backend has for the `sized` values of this program. Keeps count of the bytes per device of what is told to `hold` and `drop`."""
 
-    __slots__ = ("_sizes", "held", "live_bytes", "peak_bytes", "pending", "scalars")
+    __slots__ = ("_sizes", "held", "live_bytes", "peak_bytes", "pending", "scalars", "sized")
 
     def __init__(self, scalars: dict[str, int | float], first: Memory | None = None) -> None:
         """`first`: what is there from the beginning."""
         self.held: dict[str, Any] = {} if first is None else first.held.copy()
         self.pending: dict[str, Any] = {}
+        self.sized: Sequence[Any] = ()
         self.scalars = scalars
         self._sizes: dict[str, int] = {} if first is None else first._sizes.copy()
         self.live_bytes: int = 0 if first is None else first.live_bytes

@@ -15,7 +15,6 @@ from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import OpStep, Step, only
 from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.aten import ANY, name_of
-from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
 from .dtypes import torch_dtype
@@ -44,12 +43,6 @@ def tile_calls(step: OpStep, program: Program, ranks: Sequence[int], target: Tar
     if step.checked or differs_by_rank(step) or _looks_at_values(step.call):
         return [_tile_call(step, program, rank, target) for rank in ranks]
     return [_tile_call(step, program, ranks[0], target)] * len(ranks)
-
-
-def tile_functions(step: OpStep, calls: Sequence[TileCall]) -> list[TileFunction]:
-    """Per rank the step as a function of the operands' tiles, by its call of torch; it gives the results' tiles."""
-    made = {id(call): TileFunction(step, call) for call in calls}
-    return [made[id(call)] for call in calls]
 
 
 class Section:
@@ -85,7 +78,8 @@ class Section:
         try:
             self._line.run(held)
         except (RuntimeError, IndexError) as error:
-            _refuse_failed(self.failed_at(error), error)
+            line = self._line.failed_at(error)
+            _refuse_failed(self.steps[line], self._lines[line].call, error)
 
     def memory(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], list[str], int]:
         """Of storages' sizes: those of what is there afterwards, and was not before; what ends that was there before;
@@ -140,7 +134,7 @@ class Record:
     def line(self, step: OpStep, line: Line) -> Line:
         """The line of one of the two steps, which keeps it, or takes it."""
         made = recorded(self.gradient.call, line.call.function)
-        if operator_name(step.call) == VJP:
+        if step.call.operator == VJP:
             return replace(line, call=replace(line.call, function=made.backward), kept=self.name)
         return replace(line, call=replace(line.call, function=made.forward), keeps=self.name)
 
@@ -154,7 +148,7 @@ def recorded_pairs(program: Program) -> dict[str, Record]:
     known: dict[tuple[str, tuple[str, ...]], OpStep] = {}
     records: dict[str, Record] = {}
     for step in program.ops:
-        if operator_name(step.call) != VJP and _is_plain(step):
+        if step.call.operator != VJP and _is_plain(step):
             known.setdefault((step.call.name, step.args), step)
         elif (first := _differentiated(step, known, {})) is not None and first.results[0] not in records:
             records[first.results[0]] = records[step.results[0]] = Record(f"kept of {step.results[0]}", step)
@@ -185,7 +179,7 @@ def _differentiated(
     step: OpStep, known: Mapping[tuple[str, tuple[str, ...]], OpStep], same: Mapping[str, str]
 ) -> OpStep | None:
     """The step whose gradients this one computes, of these."""
-    if operator_name(step.call) != VJP or not _is_plain(step) or not can_be_recorded(step.call):
+    if step.call.operator != VJP or not _is_plain(step) or not can_be_recorded(step.call):
         return None
     stated = vjp_of(step.call)
     forward, operands = stated.forward, dict(zip(stated.given, step.args, strict=False))
@@ -213,36 +207,32 @@ def _with_ends(steps: Sequence[Step]) -> list[tuple[OpStep, tuple[str, ...]]]:
     return [(step, tuple(ends)) for step, ends in made]
 
 
-@dataclass(slots=True, eq=False)
-class TileFunction:
-    """A step as a function from tiles to tiles."""
+def results_of(step: OpStep, call: TileCall, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results' tiles of a step, by its call of torch."""
+    try:
+        made = call.function(*[tile.reshape(shape) for tile, shape in zip(operands, call.takes, strict=True)])
+    except (RuntimeError, IndexError) as error:
+        _refuse_failed(step, call, error)
+    return _finished(call, made)
 
-    step: OpStep
-    call: TileCall
 
-    def __call__(self, *operands: torch.Tensor) -> list[torch.Tensor]:
-        call = self.call
-        try:
-            made = call.function(*[tile.reshape(shape) for tile, shape in zip(operands, call.takes, strict=True)])
-        except (RuntimeError, IndexError) as error:
-            _refuse_failed(self.step, error)
-        return self._finished(made)
+def added_results_of(
+    step: OpStep, call: TileCall, operands: Sequence[torch.Tensor], totals: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """The results' tiles, added to totals where there are such, which stay as they are."""
+    added = added_function(step.call)
+    if added is None or totals[0] is None:
+        made = zip(results_of(step, call, operands), totals, strict=True)
+        return [tile if total is None else torch.add(total, tile) for tile, total in made]
+    given = [tile.reshape(shape) for tile, shape in zip(operands, call.takes, strict=True)]
+    return _finished(call, added(*given, totals[0].reshape(call.makes[0]).clone()))
 
-    def adding(self, operands: Sequence[torch.Tensor], totals: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The results' tiles, added to totals where there are such, which stay as they are."""
-        added, call = added_function(self.step.call), self.call
-        if added is None or totals[0] is None:
-            made = zip(self(*operands), totals, strict=True)
-            return [tile if total is None else torch.add(total, tile) for tile, total in made]
-        given = [tile.reshape(shape) for tile, shape in zip(operands, call.takes, strict=True)]
-        return self._finished(added(*given, totals[0].reshape(call.makes[0]).clone()))
 
-    def _finished(self, made: Any) -> list[torch.Tensor]:
-        call = self.call
-        made = made if isinstance(made, (tuple, list)) else (made,)
-        typed = [tile if tile.dtype is dtype else tile.to(dtype) for tile, dtype in zip(made, call.dtypes, strict=True)]
-        results = [tile.reshape(shape) for tile, shape in zip(typed, call.gives, strict=True)]
-        return [tile.contiguous() if whole else tile for tile, whole in zip(results, call.whole, strict=True)]
+def _finished(call: TileCall, made: Any) -> list[torch.Tensor]:
+    made = made if isinstance(made, (tuple, list)) else (made,)
+    typed = [tile if tile.dtype is dtype else tile.to(dtype) for tile, dtype in zip(made, call.dtypes, strict=True)]
+    results = [tile.reshape(shape) for tile, shape in zip(typed, call.gives, strict=True)]
+    return [tile.contiguous() if whole else tile for tile, whole in zip(results, call.whole, strict=True)]
 
 
 def _tile_call(step: OpStep, program: Program, rank: int, target: Target) -> TileCall:
@@ -264,12 +254,12 @@ def _tile_call(step: OpStep, program: Program, rank: int, target: Target) -> Til
 
 def _looks_at_values(call: OpCall) -> bool:
     """Whether torch may refuse to compute because of values, those of padding too: a matrix that has no inverse."""
-    return operator_name(vjp_of(call).forward if operator_name(call) == VJP else call) == ANY
+    return (vjp_of(call).forward if call.operator == VJP else call).operator == ANY
 
 
 def _without_padding(function: Callable[..., Any], call: OpCall, valid: Sequence[Valid]) -> Callable[..., Any]:
     """The function of tiles in which padding repeats what is no padding; that of results' gradients stays zero."""
-    given = len(vjp_of(call).given) if operator_name(call) == VJP else len(valid)
+    given = len(vjp_of(call).given) if call.operator == VJP else len(valid)
 
     def run(*tiles: torch.Tensor) -> Any:
         if any(0 in each.extent and 0 not in each.stored for each in valid):
@@ -289,8 +279,8 @@ def _lying(
     return TileCall(function, comes, takes, makes, gives, dtypes, whole)
 
 
-def _refuse_failed(step: OpStep, error: Exception) -> NoReturn:
-    known = [tensor.shape for tensor in step.call.inputs]
+def _refuse_failed(step: OpStep, call: TileCall, error: Exception) -> NoReturn:
+    known = list(call.takes)
     refuse(f"R.{name_of(step.call)} fails on tiles of {known}: {error}", where=step.where)
 
 
@@ -318,4 +308,4 @@ def _kernel_function(func: tirx.PrimFunc, call: OpCall, target: Target) -> Calla
 
 def differs_by_rank(step: OpStep) -> bool:
     """Whether the operator looks at where the device stands."""
-    return operator_name(step.call).startswith("mesh.")
+    return step.call.operator.startswith("mesh.")

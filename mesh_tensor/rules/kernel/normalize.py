@@ -17,18 +17,14 @@ from tvm import arith, ir, tirx
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import made_once
-from mesh_tensor.tir.backward_loops import forward
-from mesh_tensor.tir.bound_values import with_values_in_place
-from mesh_tensor.tir.early_exits import without_early_exits
+from mesh_tensor.tir.double_loops import unfuse, with_intervals
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointers, written
-from mesh_tensor.tir.fused_loops import unfuse
-from mesh_tensor.tir.intervals import with_intervals
 from mesh_tensor.tir.linear import loop_ranges
+from mesh_tensor.tir.loops import forward, lengthen
 from mesh_tensor.tir.nodes import function_name, is_const, loads, nodes
-from mesh_tensor.tir.plain_blocks import with_plain_blocks
+from mesh_tensor.tir.plain_statements import with_plain_blocks, with_values_in_place, without_early_exits
 from mesh_tensor.tir.reducers import parts_of, without_reducers
 from mesh_tensor.tir.rewrite import call_like, loop_like, number, sequence, with_indices
-from mesh_tensor.tir.short_loops import lengthen
 from mesh_tensor.tir.tile_ops import Fill, Region, parse_tile_op
 from mesh_tensor.tir.tile_position import as_helper, text_of
 from mesh_tensor.tir.user_reports import mark_prints

@@ -49,6 +49,13 @@ class OpCall:
         infos = tuple([Structure(info) for info in self.expr.sinfo_args[:]])
         return self.name, self.inputs, self.outputs, self.options, infos
 
+    @cached_property
+    def operator(self) -> str:
+        """The operator's name; of a packed function that is called, that function's."""
+        if self.name == "call_pure_packed" and isinstance(self.expr.args[0], relax.ExternFunc):
+            return str(self.expr.args[0].global_symbol)
+        return self.name
+
     def on(self, tensors: Sequence[relax.Expr]) -> relax.Call:
         """The call on other tensors of the same shapes, given in the order of `inputs`."""
         expr, rest = self.expr, iter(tensors)
@@ -109,13 +116,6 @@ def op_call(expr: relax.Call) -> OpCall:
 def op_name(op: relax.Expr) -> str:
     """An operator's name, without "relax."."""
     return op.name.removeprefix("relax.") if isinstance(op, ir.Op) else str(op)
-
-
-def operator_name(call: OpCall) -> str:
-    """The operator's name; of a packed function that is called, that function's."""
-    if call.name == "call_pure_packed" and isinstance(call.expr.args[0], relax.ExternFunc):
-        return str(call.expr.args[0].global_symbol)
-    return call.name
 
 
 def tensor_infos(info: relax.StructInfo) -> list[relax.StructInfo]:

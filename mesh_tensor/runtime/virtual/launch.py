@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 
-from mesh_tensor.program.program import Parameter, Program
+from mesh_tensor.program.program import Parameter, Program, ProgramValue
 from mesh_tensor.runtime.ambient import mark_written, overlaps
 from mesh_tensor.runtime.backend import Memory
-from mesh_tensor.runtime.elementwise import clone, copy
+from mesh_tensor.runtime.elementwise import clone
+from mesh_tensor.runtime.elementwise import copy as copy_tile
 from mesh_tensor.runtime.overwriting import copied
 from mesh_tensor.runtime.placement import Layout, Tiles
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -70,6 +72,20 @@ class Launch:
         held = {port.name for port in there}
         self._entries = [port for port in self._ports if port.input is not None and port.name not in held]
         self._exits = [port for port in self._ports if port.output is not None]
+
+    def resized(self, program: Program) -> Launch | None:
+        """The same for a program that differs in sizes only (`VirtualMesh.resized`), not in those of what is fixed."""
+        mesh = self._mesh.resized(program)
+        if mesh is None:
+            return None
+        made = copy(self)
+        made.program, made._mesh, made.peak_bytes = program, mesh, 0
+        before = self.program.values
+        pairs = zip(self._ports, program.parameters, strict=True)
+        made._ports = [_resized(port, parameter, before, mesh) for port, parameter in pairs]
+        ports = {port.name: port for port in made._ports}
+        made._entries, made._exits = ([ports[port.name] for port in some] for some in (self._entries, self._exits))
+        return made
 
     def __call__(
         self,
@@ -192,7 +208,7 @@ def _leave(port: _VirtualPort, tiles: Tiles, target: AnyTensor | None, as_mesh_t
         made = of_tiles(tiles, port.output).redistribute(target.sharding)
         for tile, result in zip(target.tiles(), made.tiles(), strict=True):
             if tile is not result:
-                copy(tile, result)
+                copy_tile(tile, result)
         return target
     if target is not None:
         port.output.collect(tiles, target)
@@ -211,12 +227,26 @@ def _port(parameter: Parameter, program: Program, mesh: VirtualMesh, made: Colle
     given = values[parameter.output].storage if parameter.output else ""
     return _VirtualPort(
         name=parameter.name,
-        input=mesh.layouts[parameter.input] if parameter.input else None,
+        input=mesh.layout(parameter.input) if parameter.input else None,
         input_storage=taken,
-        output=mesh.layouts[parameter.output] if parameter.output else None,
+        output=mesh.layout(parameter.output) if parameter.output else None,
         output_storage=given,
         overwritten=taken in program.last_writes,
         in_place=bool(taken) and taken == given,
         comes_made=given in made,
         comes_new=given in made and program.mesh.num_devices == 1 and has_own_memory(program, str(parameter.output)),
+    )
+
+
+def _resized(
+    port: _VirtualPort, parameter: Parameter, before: Mapping[str, ProgramValue], mesh: VirtualMesh
+) -> _VirtualPort:
+    """A port where values have other sizes than `before`."""
+    names = [name for name in (parameter.input, parameter.output) if name]
+    if all(mesh.program.values[name] is before[name] for name in names):
+        return port
+    return replace(
+        port,
+        input=mesh.layout(parameter.input) if parameter.input else None,
+        output=mesh.layout(parameter.output) if parameter.output else None,
     )

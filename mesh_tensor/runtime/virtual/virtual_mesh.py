@@ -7,31 +7,33 @@ collective copies between their tiles. Memory is a list of tiles, one per device
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from operator import add
+from typing import Any
 
 import torch
 
 from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program, ProgramValue
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep, only
 from mesh_tensor.program.verify import verify_collective
 from mesh_tensor.rules.operator.cost import pays_apart
 from mesh_tensor.runtime.backend import Action, Memory, arguments_of, part_of
 from mesh_tensor.runtime.elementwise import clone, device_threads
 from mesh_tensor.runtime.loops import LoopAction, LoopTiles
 from mesh_tensor.runtime.placement import Layout, layout_of
-from mesh_tensor.runtime.reshard import Tiles, reshard_of
+from mesh_tensor.runtime.reshard import Reshard, Tiles, reshard_of
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import (
     Section,
-    TileFunction,
+    added_results_of,
     differs_by_rank,
     in_sections,
     recorded_pairs,
+    results_of,
     tile_calls,
-    tile_functions,
 )
 from mesh_tensor.targets.straight_line import TileCall
 from mesh_tensor.targets.totals import totals_of
@@ -44,19 +46,50 @@ class VirtualMesh:
         """`totals`: results that are added to what is held for them."""
         self.program = program
         self.device = target.device()
-        self.layouts = {
-            name: layout_of(v.shape, torch_dtype(v.dtype), v.sharding) for name, v in program.values.items()
-        }
         self._target, self._poison, self._totals = target, poison, totals
-        self._kinds: dict[tuple, _OpKind] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._sized: list[Any] = []
+        self._makers: list[Callable[[VirtualMesh], Any]] = []
+        self._numbers: dict[tuple, int] = {}
         _check_storages(program)
         self._records = recorded_pairs(program)
         alone = program.mesh.num_devices == 1 and not poison
+        self._is_shared = not alone and not totals and not program.kernels and not program.loops
+        self._places = {id(step): number for number, step in enumerate(program.steps)}
         first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
         self._first, self._last = self._actions(first, alone), self._actions(last, alone)
 
+    def resized(self, program: Program) -> VirtualMesh | None:
+        """The same for a program that differs in sizes only, in which values are of one shape where they are in this
+        one; None if that has to be made anew."""
+        if not self._is_shared:
+            return None
+        made = copy(self)
+        made.program, made._layouts = program, {}
+        made._sized = [make(made) for make in self._makers]
+        return made
+
+    def layout(self, name: str) -> Layout:
+        """How a value lies on the devices."""
+        made = self._layouts.get(name)
+        if made is None:
+            value = self.program.values[name]
+            made = self._layouts[name] = layout_of(value.shape, torch_dtype(value.dtype), value.sharding)
+        return made
+
+    def _by_size(self, key: tuple, make: Callable[[VirtualMesh], Any]) -> int:
+        """The number in `Memory.sized` of what actions find there: what `make` makes for a mesh of some sizes. It is the
+        same for all actions of one key."""
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._sized)
+            self._makers.append(make)
+            self._sized.append(make(self))
+        return number
+
     def run(self, memory: Memory, before_overwriting: Callable[[], None] = lambda: None) -> None:
         """Run all steps, in order, on the storages that `memory` holds."""
+        memory.sized = self._sized
         for action in self._first:
             action(memory)
         before_overwriting()
@@ -72,7 +105,7 @@ class VirtualMesh:
         if not isinstance(run[0], OpStep) or self.program.mesh.num_devices > 1 or self._poison:
             return run[0].mean(self)
         section = Section(run, self.program, 0, self._target, listed=True, records=self._records, totals=self._totals)
-        sizes = {storage: self.layouts[value.name].tile_bytes for storage, value in self.program.stored.items()}
+        sizes = {storage: self.layout(value.name).tile_bytes for storage, value in self.program.stored.items()}
         made, dropped, peak = section.memory(sizes)
 
         def action(memory: Memory) -> None:
@@ -83,7 +116,7 @@ class VirtualMesh:
 
     def kernel(self, step: KernelStep) -> Action | None:
         """All devices run the step's kernel on their tiles; nothing happens if what it writes has no elements."""
-        if all(self.layouts[name].tile_bytes == 0 for name in step.writes):
+        if all(self.layout(name).tile_bytes == 0 for name in step.writes):
             return None
         kernel = self._target.compile(step.func, self._poison)
         order = arguments_of(step, self.program)
@@ -115,46 +148,47 @@ class VirtualMesh:
         writes = self.program.last_writes
         last = all(writes.get(name, step) is step for name in results)
         return _OpAction(
-            tile_functions(step, kind.calls),
+            step,
+            kind,
             tuple([stored[name].storage for name in step.args]),
             results,
-            kind.sizes,
-            kind.poisoned,
             totals_of(step, results, self._totals) if self._totals else (),
-            alike=kind.alike and last,
-            apart=kind.apart,
+            alike=last and not differs_by_rank(step) and not self._poison,
         )
 
-    def _kind(self, step: OpStep) -> _OpKind:
-        """What is the same for all steps of one call on values that lie alike, as those of a model's layers."""
-        layouts, whole = self.layouts, tuple([name in step.whole for name in step.results])
-        comes, gives = (tuple([layouts[name] for name in group]) for group in (step.args, step.results))
-        key = step.call, id(step.kernel), step.checked, whole, comes, gives
-        if key not in self._kinds:
-            differs = differs_by_rank(step)
-            poison = self._poison and not differs
-            self._kinds[key] = _OpKind(
-                tile_calls(step, self.program, range(self.program.mesh.num_devices), self._target),
-                tuple([layout.tile_bytes for layout in gives]),
-                gives if poison else None,
-                alike=not differs and not poison,
-                apart=pays_apart(step.call),
-            )
-        return self._kinds[key]
+    def _kind(self, step: OpStep) -> int:
+        """The number of the _OpKind of all steps of one call on values that lie alike, as those of a model's layers."""
+        whole = tuple([name in step.whole for name in step.results])
+        comes, gives = (tuple([self.layout(name) for name in group]) for group in (step.args, step.results))
+        number = self._places[id(step)]
+        key = "op", step.call, id(step.kernel), step.checked, whole, comes, gives
+        return self._by_size(key, lambda mesh: mesh._op_kind(number))
+
+    def _op_kind(self, number: int) -> _OpKind:
+        step, values = only((self.program.steps[number],), OpStep)[0], self.program.values
+        poison = self._poison and not differs_by_rank(step)
+        return _OpKind(
+            tile_calls(step, self.program, range(self.program.mesh.num_devices), self._target),
+            tuple([values[name].tile_bytes for name in step.results]),
+            tuple([self.layout(name) for name in step.results]) if poison else None,
+            apart=pays_apart(step.call),
+        )
 
     def collective(self, step: CollectiveStep) -> Action | None:
         """Tiles change from the layout of `src` to that of `dst`. Devices that end with the same tile share it where
         nothing writes to it later."""
         src, dst = self.program.values[step.src], self.program.values[step.dst]
         verify_collective(step, src, dst)
-        reshard = reshard_of(dst.shape, torch_dtype(dst.dtype), src.sharding, dst.sharding)
-        source, target = src.storage, dst.storage
+        source, target, number = src.storage, dst.storage, self._places[id(step)]
         share = self.program.last_writes[target].collective is step and dst.slab is None
-        copies = source == target and not reshard.in_place
+        lies = self.layout(step.src), self.layout(step.dst), src.slab, dst.slab
+        at = self._by_size(("collective", *lies), lambda mesh: mesh._change(number))
 
         def action(memory: Memory) -> None:
+            src, dst, reshard = memory.sized[at]
             tiles = _parts(src, memory.held[source])
             made = tiles if source == target else _parts(dst, memory.held[target])
+            copies = source == target and not reshard.in_place
             reshard([clone(tile) for tile in tiles] if copies else tiles, made, share=share)
 
         if step.wait:
@@ -167,11 +201,16 @@ class VirtualMesh:
 
         return start
 
+    def _change(self, number: int) -> tuple[ProgramValue, ProgramValue, Reshard]:
+        (step,) = only((self.program.steps[number],), CollectiveStep)
+        src, dst = self.program.values[step.src], self.program.values[step.dst]
+        return src, dst, reshard_of(dst.shape, torch_dtype(dst.dtype), src.sharding, dst.sharding)
+
     def loop(self, step: LoopStep) -> Action:
         """All devices run the loop's steps."""
 
         def hold(memory: Memory, name: str, tiles: Tiles) -> None:
-            memory.hold(self.program.values[name].storage, tiles, self.layouts[name].tile_bytes)
+            memory.hold(self.program.values[name].storage, tiles, self.layout(name).tile_bytes)
 
         def backend(program: Program) -> VirtualMesh:
             return VirtualMesh(program, self._target, poison=self._poison)
@@ -193,10 +232,12 @@ class VirtualMesh:
     def alloc(self, step: AllocStep) -> Action:
         """Every device gets a tile, unless the caller brought this storage."""
         storage, device, poison = step.storage, self.device, self._poison
-        layout = self.layouts[self.program.stored[storage].name]
+        name = self.program.stored[storage].name
+        at = self._by_size(("alloc", self.layout(name)), lambda mesh: mesh.layout(name))
 
         def action(memory: Memory) -> None:
             if storage not in memory.held:
+                layout = memory.sized[at]
                 memory.hold(storage, layout.allocate(device, poison), layout.tile_bytes)
 
         return action
@@ -208,38 +249,37 @@ class VirtualMesh:
 
 @dataclass(frozen=True, slots=True)
 class _OpKind:
-    """What of an _OpAction is the same for steps that are alike; `calls` are those of each device."""
+    """What of an _OpAction follows from sizes: the `calls` of each device, which make results of so many bytes each.
+    `poisoned`: the layouts of these, if padding is poisoned; `apart`: devices work at the same time, as there is enough
+    to do."""
 
     calls: list[TileCall]
     sizes: tuple[int, ...]
     poisoned: tuple[Layout, ...] | None
-    alike: bool
     apart: bool
 
 
 @dataclass(slots=True, eq=False)
 class _OpAction:
-    """All devices call an operator, each its function of `by_rank`, on the storages `names`; what they make are
-    `results`, of so many bytes each. `poisoned`: the layouts of these, if padding is poisoned; `totals`: what they are
-    added to, where it is held; `alike`: devices with the same operands share results; `apart`: devices work at the same
-    time, as there is enough to do. (One object: a plan has thousands, which the garbage collector looks at.)"""
+    """All devices call an operator on the storages `names`; what they make are `results`. `kind`: the number of its
+    _OpKind; `totals`: what they are added to, where it is held; `alike`: devices with the same operands share results.
+    (One object: a plan has thousands, which the garbage collector looks at.)"""
 
-    by_rank: Sequence[TileFunction]
+    step: OpStep
+    kind: int
     names: tuple[str, ...]
     results: tuple[str, ...]
-    sizes: tuple[int, ...]
-    poisoned: tuple[Layout, ...] | None
     totals: tuple[str, ...]
     alike: bool
-    apart: bool
 
     def __call__(self, memory: Memory) -> None:
-        by_rank, poisoned = self.by_rank, self.poisoned
-        operands = list(zip(*(memory.held[name] for name in self.names), strict=True)) or [()] * len(by_rank)
+        kind: _OpKind = memory.sized[self.kind]
+        calls, poisoned = kind.calls, kind.poisoned
+        operands = list(zip(*(memory.held[name] for name in self.names), strict=True)) or [()] * len(calls)
         taken = operands
         totals: list[tuple[torch.Tensor | None, ...]] | None = None
         if any(name in memory.held for name in self.totals):
-            nothing = [None] * len(by_rank)
+            nothing = [None] * len(calls)
             totals = list(zip(*(memory.held.pop(name, nothing) for name in self.totals), strict=True))
             taken = list(map(add, operands, totals))
         leaders = _leaders(taken) if self.alike else list(range(len(operands)))
@@ -248,13 +288,16 @@ class _OpAction:
 
         def of_device(index: int) -> None:
             rank = work[index]
-            function, given = by_rank[rank], operands[rank]
-            made[rank] = function(*given) if totals is None else function.adding(given, totals[rank])
+            call, given = calls[rank], operands[rank]
+            if totals is None:
+                made[rank] = results_of(self.step, call, given)
+            else:
+                made[rank] = added_results_of(self.step, call, given, totals[rank])
             if poisoned is not None:
                 made[rank] = [layout.poisoned(t, rank) for layout, t in zip(poisoned, made[rank], strict=True)]
 
-        _run_all(of_device, len(work), device_threads().run if self.apart else _one_by_one)
-        for position, (name, size) in enumerate(zip(self.results, self.sizes, strict=True)):
+        _run_all(of_device, len(work), device_threads().run if kind.apart else _one_by_one)
+        for position, (name, size) in enumerate(zip(self.results, kind.sizes, strict=True)):
             memory.hold(name, [made[leader][position] for leader in leaders], size)
 
 
