@@ -28,14 +28,31 @@ class OpCall:
 
     def attr(self, name: str, default: Any = None) -> Any:
         """An attribute as plain Python: ints, floats, strings, bools, tuples of them or None."""
-        value = getattr(self.expr.attrs, name, None) if self.expr.attrs is not None else None
+        value = None if self.attrs is None else getattr(self.attrs, name, None)
         return default if value is None else plain(value)
+
+    @property
+    def attrs(self) -> Any:
+        """The call's attributes, if it has any."""
+        return self.expr.attrs
 
     @cached_property
     def literals(self) -> tuple[Any, ...]:
         """The arguments that are no tensors, in order, as plain Python: R.shape and tuples of R.prim_value become
         tuples of ints, R.prim_value a number, R.str a string."""
-        return tuple(plain(arg) for arg in self.expr.args if not _has_tensor(arg))
+        return tuple(arg for arg in self.operands if arg is not None)
+
+    @cached_property
+    def operands(self) -> tuple[Any, ...]:
+        """Per argument: None for one with tensors, else as in `literals`."""
+        return tuple([None if _has_tensor(arg) else plain(arg) for arg in self.expr.args[:]])
+
+    @cached_property
+    def operator(self) -> str:
+        """The operator's name; of a packed function that is called, that function's."""
+        if self.name == "call_pure_packed" and isinstance(self.expr.args[0], relax.ExternFunc):
+            return str(self.expr.args[0].global_symbol)
+        return self.name
 
     @cached_property
     def options(self) -> tuple:
@@ -112,10 +129,8 @@ def op_name(op: relax.Expr) -> str:
 
 
 def operator_name(call: OpCall) -> str:
-    """The operator's name; of a packed function that is called, that function's."""
-    if call.name == "call_pure_packed" and isinstance(call.expr.args[0], relax.ExternFunc):
-        return str(call.expr.args[0].global_symbol)
-    return call.name
+    """`call.operator`."""
+    return call.operator
 
 
 def tensor_infos(info: relax.StructInfo) -> list[relax.StructInfo]:

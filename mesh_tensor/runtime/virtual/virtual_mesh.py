@@ -78,8 +78,7 @@ class VirtualMesh:
         return made
 
     def _by_size(self, key: tuple, make: Callable[[VirtualMesh], Any]) -> int:
-        """The number in `Memory.sized` of what actions find there: what `make` makes for a mesh of some sizes. It is the
-        same for all actions of one key."""
+        """The number in `Memory.sized` of what `make` makes for a mesh of some sizes, the same for all of one key."""
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._sized)
