@@ -17,8 +17,8 @@ from tvm import arith, ir, tirx
 
 from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refuse, shown
 from mesh_tensor.base.sharding import ceildiv
-from mesh_tensor.tir.contiguous import with_contiguous_rows
 from mesh_tensor.tir.nodes import function_name, int_or
+from mesh_tensor.tir.plain_statements import with_contiguous_rows
 
 from .annotation import BufferAnnotation, is_int
 

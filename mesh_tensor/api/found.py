@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tvm import ir, tirx
 
@@ -14,6 +15,7 @@ from mesh_tensor.annotations.annotate import annotate
 from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.annotations.names import with_flat_parameters
 from mesh_tensor.base.decisions import columns
+from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import machine_code
 from mesh_tensor.importers import ImportedModule
@@ -28,6 +30,8 @@ from .compile import MeshKernel, compile
 from .mesh_module import MeshModule
 from .module import distribute_module
 from .training import TrainingStep
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +55,7 @@ class Found:
     def distribute(self, strategy: Strategy | None = None, **options: Any) -> MeshModule:
         """The module on a mesh, laid out as the best strategy says, or this one; the options of `distribute_module`.
         Of a training step: the run that trains it."""
-        chosen = strategy or self.best
+        chosen = one_of(strategy, self.best)
         mod = self.module
         options = {"function": self.function, "machine": self.machine, **options}
         if isinstance(mod, TrainingStep):
@@ -65,7 +69,7 @@ class Found:
     def run(self, *inputs: Any, strategy: Strategy | None = None, **options: Any) -> Any:
         """What the module gives for its inputs, laid out as the best strategy says, or this one; it is distributed
         once per strategy and options. `options` are those of `distribute_module`."""
-        return made_once(self._runs, self.distribute, strategy or self.best, options)(*inputs)
+        return made_once(self._runs, self.distribute, one_of(strategy, self.best), options)(*inputs)
 
     def simulation(self, strategy: Strategy | None = None) -> Simulation:
         """The best strategy, or this one, simulated in full."""
@@ -78,7 +82,7 @@ class Found:
         Raises:
             MeshTensorError: there is no solver, or it found nothing in time.
         """
-        chosen = strategy or self.best
+        chosen = one_of(strategy, self.best)
         mod = with_flat_parameters(
             self.module if isinstance(self.module, ir.IRModule) else self.module.mod, self.function
         )
@@ -88,7 +92,7 @@ class Found:
 
     def code(self, strategy: Strategy | None = None) -> str:
         """The strategy as Python that annotates the module; its last line is how to run that."""
-        chosen = strategy or self.best
+        chosen = one_of(strategy, self.best)
         lines = [f"    {name!r}: {layout}," for name, layout in chosen.shardings.items()]
         opened = f"open={list(chosen.shardings)!r}, function={self.function!r}"
         mesh, machine = dict(chosen.mesh.shape), machine_code(self.machine)
@@ -136,7 +140,7 @@ class FoundKernel:
 
     def annotated(self, strategy: Strategy | None = None) -> tirx.PrimFunc:
         """The kernel with the layouts of the best strategy, or of this one."""
-        chosen = strategy or self.best
+        chosen = one_of(strategy, self.best)
         whole = {buffer.name: dict[str, int]() for buffer in self.kernel.buffer_map.values()}
         return annotate(self.kernel, chosen.mesh, whole | chosen.shardings)
 
@@ -147,7 +151,7 @@ class FoundKernel:
     def run(self, *tensors: Any, strategy: Strategy | None = None, **options: Any) -> Any:
         """What the kernel gives for tensors, its buffers as the best strategy says, or this one; it is compiled once
         per strategy and options. `options` are those of `mt.compile`."""
-        return made_once(self._runs, self.compile, strategy or self.best, options)(*tensors)
+        return made_once(self._runs, self.compile, one_of(strategy, self.best), options)(*tensors)
 
     def simulation(self, strategy: Strategy | None = None) -> Simulation:
         """The best strategy, or this one, simulated."""
@@ -155,7 +159,7 @@ class FoundKernel:
 
     def code(self, strategy: Strategy | None = None) -> str:
         """The strategy as Python that annotates the kernel; its last line is how to run that."""
-        chosen = strategy or self.best
+        chosen = one_of(strategy, self.best)
         names = [buffer.name for buffer in self.kernel.buffer_map.values()]
         lines = [f"    {name!r}: {chosen.shardings.get(name, {})}," for name in names]
         run = f"# run = mt.compile(kernel, machine={machine_code(self.machine)})"
@@ -171,6 +175,40 @@ def made_once(known: dict[tuple, Any], make: Callable[..., Any], strategy: Any, 
     if key not in known:
         known[key] = make(strategy, **options), options  # kept, so that no other value has its identity
     return known[key][0]
+
+
+def one_of(given: T | None, best: T) -> T:
+    """What a caller says of what was found: one of that, or the best."""
+    if given is not None and not isinstance(given, type(best)):
+        refuse(f"{shown(given)} is nothing that a search found", fix="pass one of what it has, or leave it out")
+    return best if given is None else given
+
+
+def read_saved(path: str | Path, asked: Mapping[str, Any], rows: str, read: Callable[[Any], T]) -> list[T]:
+    """What an earlier search wrote, row by row.
+
+    Raises:
+        MeshTensorError: it can't be read, or was asked something else.
+    """
+    try:
+        made = json.loads(Path(path).read_text(encoding="utf-8"))
+        different = [what for what, text in asked.items() if made[what] != text]
+        found = [] if different else [read(row) for row in made[rows]]
+    except KeyError as error:
+        refuse(f"{str(path)!r} holds no search: it has no {error}", fix="pass what save() wrote")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        refuse(f"{str(path)!r} holds no search: {error}", fix="pass what save() wrote")
+    if different:
+        refuse(f"{str(path)!r} is of another search", why=f"other {listing(different)}", fix="leave out known")
+    return found
+
+
+def amount(row: Mapping[str, Any], name: str) -> Any:
+    """A number of what a search wrote, from 0 up."""
+    value = row[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {shown(value)}")
+    return value
 
 
 def cost_head(machine: Machine) -> list[str]:

@@ -14,7 +14,7 @@ from tvm import ir, relax
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.plan.ir import STATE_ATTR
-from mesh_tensor.program.in_place import Overwritten
+from mesh_tensor.program.builder import Overwritten
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.elementwise import not_finite

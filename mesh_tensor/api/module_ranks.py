@@ -12,7 +12,7 @@ import torch
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.importers.weight_files import StoredTensor
-from mesh_tensor.program.in_place import Overwritten
+from mesh_tensor.program.builder import Overwritten
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.backend import Memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from tvm import ir, tirx
 
 from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.annotations.names import check_module, relax_function, with_flat_parameters
-from mesh_tensor.base.errors import listing, refuse, shown
+from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU, machine_named
 from mesh_tensor.base.mesh import Mesh
@@ -25,7 +24,7 @@ from mesh_tensor.searching.evaluate import Evaluator, KernelEvaluator, Strategy
 from mesh_tensor.searching.named_dims import Beam, Rank, kernel_dims, named_dims
 from mesh_tensor.simulation.simulate import check_sizes_known
 
-from .found import Found, FoundKernel
+from .found import Found, FoundKernel, amount, read_saved
 from .progress import bar
 from .search_training import TrainingOptions, TrainingPlans, search_training
 from .strategies import preset_layouts
@@ -157,7 +156,7 @@ def search(
     evaluator = Evaluator(mod, function, machine)
     dims = named_dims(evaluator.graph, evaluator.atoms)
     asked = _question(evaluator.graph, machine, function)
-    learned = [] if known is None else _read(known, asked)
+    learned = [] if known is None else read_saved(known, asked, "strategies", lambda r: _strategy(r, evaluator.graph))
     evaluator.learn(learned)
     rank = _rank(objective, limit)
     end = time.monotonic() + seconds
@@ -218,23 +217,15 @@ def _question(graph: Graph, machine: Machine, function: str) -> dict[str, str]:
     return {"machine": machine.to_text(), "function": function, "parameters": ", ".join(map(repr, graph.params))}
 
 
-def _read(path: str | Path, asked: Mapping[str, str]) -> list[Strategy]:
-    """What an earlier search found, if it was the same."""
-    try:
-        made = json.loads(Path(path).read_text(encoding="utf-8"))
-        different = [what for what, text in asked.items() if made[what] != text]
-        found = [_strategy(row) for row in made["strategies"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        refuse(f"{str(path)!r} holds no search: {error}", fix="pass what save() wrote")
-    if different:
-        refuse(f"{str(path)!r} is of another search", why=f"other {listing(different)}", fix="leave out known")
-    return found
-
-
-def _strategy(row: Mapping[str, Any]) -> Strategy:
+def _strategy(row: Mapping[str, Any], graph: Graph) -> Strategy:
+    """What a search wrote of a strategy."""
+    mesh, sizes = Mesh(row["mesh"]), {param.name: param.type.ndim for param in graph.params}
     layouts = tuple((str(name), tuple((str(axis), int(dim)) for axis, dim in each)) for name, each in row["layouts"])
-    numbers = float(row["time"]), int(row["memory"]), int(row["received"]), bool(row["in_full"])
-    return Strategy(Mesh(row["mesh"]), layouts, *numbers)
+    for name, layout in layouts:
+        if name not in sizes or any(axis not in mesh or not 0 <= dim < sizes[name] for axis, dim in layout):
+            raise ValueError(f"{shown(name)} can't lie as {dict(layout)} on {mesh}")
+    numbers = float(amount(row, "time")), int(amount(row, "memory")), int(amount(row, "received"))
+    return Strategy(mesh, layouts, *numbers, bool(row["in_full"]))
 
 
 def _best_in_full(found: list[Strategy], evaluator: Evaluator, rank: Callable[[Strategy], tuple]) -> list[Strategy]:

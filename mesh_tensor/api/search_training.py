@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from mesh_tensor.simulation import PipelineSimulation
 from mesh_tensor.simulation.stages import tile_bytes
 from mesh_tensor.simulation.summary import in_bytes, in_seconds
 
-from .found import cost_head, costs, made_once
+from .found import amount, cost_head, costs, made_once, one_of, read_saved
 from .fragments import StageFragments
 from .model_pieces import ModelPieces, elements_of
 from .pipeline import Pipeline, pipeline
@@ -55,6 +55,7 @@ class TrainingPlans:
     too_large: int
     pieces: ModelPieces = field(repr=False)
     names: tuple[str, ...] = ()  # of meshes, where it was said on which
+    _asked: Mapping[str, Any] = field(repr=False, default_factory=dict)
     _runs: dict[tuple, Any] = field(repr=False, default_factory=dict)
 
     @property
@@ -67,21 +68,24 @@ class TrainingPlans:
         return pareto(self.plans)
 
     def picture(self, width: int = 60, height: int = 12) -> str:
-        """Time against memory: every plan a dot, those of the front an o."""
+        """Time against memory, so many characters large: every plan a dot, those of the front an o."""
+        sizes = {"width": width, "height": height}
+        if wrong := [f"{name} is {shown(n)}" for name, n in sizes.items() if type(n) is not int or n < 1]:
+            refuse(wrong, where="picture", fix="give numbers of characters, from 1 up")
         front = self.pareto()
-        times, sizes = [e.time for e in self.plans], [e.memory for e in self.plans]
+        times, memory = [e.time for e in self.plans], [e.memory for e in self.plans]
         cells = [[" "] * width for _ in range(height)]
         for each in (*self.plans, *front):
             x = round((each.time - min(times)) / (max(times) - min(times) or 1) * (width - 1))
-            y = round((each.memory - min(sizes)) / (max(sizes) - min(sizes) or 1) * (height - 1))
+            y = round((each.memory - min(memory)) / (max(memory) - min(memory) or 1) * (height - 1))
             cells[height - 1 - y][x] = "o" if each in front else "."
         ends = f"{in_seconds(min(times))} .. {in_seconds(max(times))}"
-        head = f"memory {in_bytes(min(sizes))} .. {in_bytes(max(sizes))}, upwards; time {ends}, to the right"
+        head = f"memory {in_bytes(min(memory))} .. {in_bytes(max(memory))}, upwards; time {ends}, to the right"
         return "\n".join([head, *("|" + "".join(row).rstrip() for row in cells), "+" + "-" * width])
 
     def arguments(self, plan: Estimate | None = None) -> dict[str, Any]:
         """What `mt.pipeline` takes beside the module for the best plan, or this one."""
-        chosen = plan or self.best
+        chosen = one_of(plan, self.best)
         choice, names = chosen.choice, {ours: theirs for theirs, ours in source_names(self.pieces.flow.func).items()}
         cuts, done = [], 0
         for count in chosen.layers[:-1]:
@@ -103,7 +107,7 @@ class TrainingPlans:
     def run(self, *batch: Any, plan: Estimate | None = None, **options: Any) -> Any:
         """What the plan's pipeline gives for a batch: the loss. The pipeline is made once per plan and options; take
         `pipeline` for its gradients, and to update weights."""
-        return made_once(self._runs, self.pipeline, plan or self.best, options)(*batch)
+        return made_once(self._runs, self.pipeline, one_of(plan, self.best), options)(*batch)
 
     def pipeline(self, plan: Estimate | None = None, **options: Any) -> Pipeline:
         """The best plan, or this one, as a pipeline that trains; the options of `mt.pipeline`. Its optimizer's rule is
@@ -114,13 +118,13 @@ class TrainingPlans:
 
     def simulation(self, plan: Estimate | None = None) -> PipelineSimulation:
         """The best plan, or this one, simulated in full, without its optimizer's update."""
-        chosen = plan or self.best
+        chosen = one_of(plan, self.best)
         return planned_whole(self.pieces, chosen.choice, chosen.layers, self.batch)[0]
 
     def rule(self, rule: Rule, plan: Estimate | None = None) -> Rule:
         """An optimizer's rule for `Pipeline.update` on a virtual topology as the plan has it: with ZeRO-1 every device
         of the data axis updates its part of each weight, and keeps states for that alone."""
-        choice = (plan or self.best).choice
+        choice = one_of(plan, self.best).choice
         return _on_parts(rule) if choice.zero == 1 else rule
 
     def code(self, plan: Estimate | None = None) -> str:
@@ -132,8 +136,7 @@ class TrainingPlans:
     def save(self, path: str | Path) -> None:
         """Write what was found, so that `mt.search(..., known=path)` goes on from it."""
         rows = [{**asdict(e.choice), "time": e.time, "memory": e.memory, "layers": e.layers} for e in self.plans]
-        made = {"machine": self.machine.to_text(), "batch": self.batch, "function": self.function, "plans": rows}
-        Path(path).write_text(json.dumps(made), encoding="utf-8")
+        Path(path).write_text(json.dumps({**self._asked, "plans": rows}), encoding="utf-8")
 
     def __str__(self) -> str:
         rows: list[tuple[object, ...]] = [("plan", "layers of stages", "step", "memory", *cost_head(self.machine))]
@@ -199,7 +202,9 @@ def search_training(
             else "take other numbers of devices, rows or microbatches, more schedules, or uneven=True; "
             "meshes of a topology are of one size",
         )
-    known = {} if options.known is None else _read(options.known, machine, batch, options.function)
+    asked = _question(pieces, machine, batch, options)
+    read = [] if options.known is None else read_saved(options.known, asked, "plans", lambda row: _plan(row, pieces))
+    known = {each.choice: each for each in read}
     found, sizes = _composed(choices, pieces, composer, batch, options, known)
     if not found:
         refuse(
@@ -213,7 +218,7 @@ def search_training(
     plans.sort(key=lambda each: (not each.in_full, rank(each)))  # what is put together may leave something out
     names = () if options.topology is None else options.topology.names
     return TrainingPlans(
-        module, options.function, machine, batch, tuple(plans), len(choices), len(sizes), pieces, names
+        module, options.function, machine, batch, tuple(plans), len(choices), len(sizes), pieces, names, asked
     )
 
 
@@ -249,11 +254,12 @@ def _composed(
             if options.progress is not None:
                 options.progress(number, len(choices))
             late = found and time.monotonic() > end
-            if choice in known:
-                found.append(known[choice])
-            elif not late and (made := _estimated(choice, pieces, composer, batch, options.limit)).time < math.inf:
+            if choice not in known and late:
+                continue
+            made = known.get(choice) or _estimated(choice, pieces, composer, batch, options.limit)
+            if made.memory <= options.limit:
                 found.append(made)
-            elif not late:
+            else:
                 too_large.append(made.memory)
         except KeyboardInterrupt:
             if not found:
@@ -360,17 +366,18 @@ def _rank(objective: str) -> Rank:
     return lambda e: (e.time, e.memory, e.choice)
 
 
-def _read(path: str | Path, machine: Machine, batch: int, function: str) -> dict[Choice, Estimate]:
-    """What an earlier search found, if it was the same."""
-    try:
-        made = json.loads(Path(path).read_text(encoding="utf-8"))
-        same = (made["machine"], made["batch"], made["function"]) == (machine.to_text(), batch, function)
-        names = [f.name for f in fields(Choice)]
-        rows: Iterable[Mapping[str, Any]] = made["plans"]
-        read = [(_choice({name: row[name] for name in names}), row) for row in rows]
-        found = {c: Estimate(c, float(row["time"]), int(row["memory"]), tuple(row["layers"])) for c, row in read}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        refuse(f"{str(path)!r} holds no search: {error}", fix="pass what save() wrote")
-    if not same:
-        refuse(f"{str(path)!r} is of another search", why="machine, batch or function differ", fix="leave out known")
-    return found
+def _question(pieces: ModelPieces, machine: Machine, batch: int, options: TrainingOptions) -> dict[str, Any]:
+    """What was searched, so that it is told from other searches."""
+    params = ", ".join(f"{name} {var.struct_info}" for name, var in pieces.flow.params.items())
+    asked = {"machine": machine.to_text(), "batch": batch, "function": options.function, "states": options.states}
+    return {**asked, "parameters": params}
+
+
+def _plan(row: Mapping[str, Any], pieces: ModelPieces) -> Estimate:
+    """What a search wrote of a plan."""
+    choice, layers = _choice({each.name: row[each.name] for each in fields(Choice)}), tuple(row["layers"])
+    hash(choice)  # else it is none
+    whole = all(type(count) is int and count >= 0 for count in layers) and sum(layers) == pieces.layers.count
+    if not whole or len(layers) != choice.stages:
+        raise ValueError(f"{choice} has stages of {shown(layers)} layers, of {pieces.layers.count}")
+    return Estimate(choice, float(amount(row, "time")), int(amount(row, "memory")), layers)

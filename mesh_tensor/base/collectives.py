@@ -13,29 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
-
-import numpy
 
 from .machine import Link, Machine
 from .mesh import Mesh
 from .placement import Partial, Placement, Replicate, Shard
-
-State = tuple[int, ...]
-
-
-class Boxes(Protocol):
-    """Which box of a tensor every device holds in a state: a layout as a number per axis."""
-
-    def volume(self, state: State) -> int:
-        """The elements of the largest tile, padding included."""
-
-    def volumes(self, state: State) -> numpy.ndarray:
-        """The elements of every device's box, without padding."""
-
-    def missing(self, state: State, wanted: State) -> int:
-        """The most elements that a device lacks in `state` of its box in `wanted`."""
-
 
 #: How messages go -> the devices in a group -> the messages that each receives.
 ROUTES: dict[str, Callable[[int], int]] = {
@@ -53,15 +34,16 @@ class CollectiveKind:
     """What the devices that differ only in their coordinates on some axes can do together.
 
     before, after  what each of the axes does with the tensor; None where boxes go directly from any layout to another
-    received       (boxes, state before, state after, devices in a group) -> elements that the busiest device receives,
-                   with the usual algorithms: rings, and boxes straight to whoever needs them
+    received       what the busiest device receives, with the usual algorithms (rings, and boxes straight to whoever
+                   needs them): "nothing"; what it is "lacking" of its box; its tile "around" the ring twice; or the
+                   "parts" of its tile that the others have
     route          how messages go: a key of ROUTES
     counts_as      how many collectives it is worth, to whoever compares plans that move as much"""
 
     name: str
     before: type[Placement] | None
     after: type[Placement] | None
-    received: Callable[[Boxes, State, State, int], int]
+    received: str
     route: str
     counts_as: int = 1
 
@@ -102,36 +84,20 @@ def _placement(kind: type[Placement], op: str | None, dim: int | None) -> Placem
     return Replicate() if kind is Replicate else Shard(-1 if dim is None else dim)
 
 
-def _nothing(boxes: Boxes, before: State, after: State, group: int) -> int:
-    return 0
-
-
-def _lacking(boxes: Boxes, before: State, after: State, group: int) -> int:
-    return boxes.missing(before, after)
-
-
-def _around(boxes: Boxes, before: State, after: State, group: int) -> int:
-    return -(-2 * (group - 1) * boxes.volume(before) // group)
-
-
-def _parts(boxes: Boxes, before: State, after: State, group: int) -> int:
-    return (group - 1) * int(boxes.volumes(after).max())
-
-
 _TABLE = (
-    CollectiveKind("all_reduce", Partial, Replicate, _around, "ring twice"),
-    CollectiveKind("reduce_scatter", Partial, Shard, _parts, "ring"),
-    CollectiveKind("all_gather", Shard, Replicate, _lacking, "ring"),
-    CollectiveKind("all_to_all", Shard, Shard, _lacking, "each to each"),
+    CollectiveKind("all_reduce", Partial, Replicate, "around", "ring twice"),
+    CollectiveKind("reduce_scatter", Partial, Shard, "parts", "ring"),
+    CollectiveKind("all_gather", Shard, Replicate, "lacking", "ring"),
+    CollectiveKind("all_to_all", Shard, Shard, "lacking", "each to each"),
     # every device keeps its share of what all have
-    CollectiveKind("slice", Replicate, Shard, _nothing, "nowhere", counts_as=0),
+    CollectiveKind("slice", Replicate, Shard, "nothing", "nowhere", counts_as=0),
     # coordinate 0 keeps the value, the others take the op's neutral element
-    CollectiveKind("to_partial", Replicate, Partial, _nothing, "nowhere", counts_as=0),
+    CollectiveKind("to_partial", Replicate, Partial, "nothing", "nowhere", counts_as=0),
     # every device gets one device's whole tile, or boxes of several devices' tiles
-    CollectiveKind("permute", None, None, _lacking, "direct"),
-    CollectiveKind("exchange", None, None, _lacking, "each to each", counts_as=2),
+    CollectiveKind("permute", None, None, "lacking", "direct"),
+    CollectiveKind("exchange", None, None, "lacking", "each to each", counts_as=2),
     # every device gets a window: its tile and the margins of its neighbours'
-    CollectiveKind("halo", None, None, _lacking, "neighbours"),
+    CollectiveKind("halo", None, None, "lacking", "neighbours"),
 )
 COLLECTIVES = {kind.name: kind for kind in _TABLE}
 

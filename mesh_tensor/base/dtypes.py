@@ -23,6 +23,7 @@ NARROW = ("float16", "bfloat16")
 ALIGNMENT = 64
 
 
+@cache
 def element_dtype(dtype: str) -> str:
     """What torch, numpy and ml_dtypes call a dtype, or a vector's elements: `float32` of `float32x4`."""
     element = re.sub(r"(?<=\d)x\d+$", "", dtype)
@@ -38,6 +39,7 @@ def numpy_dtype(dtype: str) -> np.dtype:
         return refuse(f"there is no numpy dtype for {str(dtype)!r}", fix="use a dtype that numpy or ml_dtypes has")
 
 
+@cache
 def dtype_bits(dtype: str) -> int:
     """The size of one element in bits.
 
@@ -48,6 +50,7 @@ def dtype_bits(dtype: str) -> int:
     return int(digits.group()) if digits else 8
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """The size of one element in bytes, at least 1."""
     return max(1, dtype_bits(dtype) // 8)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import ClassVar
 
-from .dtypes import is_float
+from .dtypes import is_float, numpy_dtype
 from .errors import listing, refuse, shown
 from .machine_checks import problems_of, unfit_parts
 
@@ -173,7 +173,9 @@ class Machine:
         """Operations per second on `dtype`, by its name or as torch's, or on all formats of its size (`float8`);
         integers and booleans count as float32."""
         wanted = str(dtype).removeprefix("torch.")
-        wanted = wanted if is_float(wanted) else "float32"
+        if not is_float(wanted):
+            assert numpy_dtype(wanted)  # refused where it is none
+            wanted = "float32"
         if wanted not in self.flops:
             wanted = wanted.partition("_")[0]
         if wanted not in self.flops:

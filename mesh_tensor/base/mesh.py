@@ -11,7 +11,7 @@ from .errors import listing, refuse, shown
 
 
 class Mesh:
-    """A grid of devices with named axes. Immutable; equal and hashed by value; the order of the axes counts.
+    """A grid of devices with named axes. Immutable; the order of the axes counts; equal meshes are one object.
 
     >>> mesh = Mesh({"x": 2, "y": 3})
     >>> mesh.num_devices, mesh.coordinate(4), mesh.rank({"x": 1, "y": 1})
@@ -20,30 +20,29 @@ class Mesh:
     ((0, 1, 2), (3, 4, 5))
     """
 
-    __slots__ = ("_axes", "_sizes")
+    __slots__ = ("_axes", "_sizes", "axis_names", "num_devices")
 
+    #: The names of the axes, in mesh order.
+    axis_names: tuple[str, ...]
+    #: How many devices the mesh has.
+    num_devices: int
     _axes: tuple[tuple[str, int], ...]
     _sizes: dict[str, int]
 
-    def __init__(self, axes: Mapping[str, int] | Mesh) -> None:
-        items = axes._axes if isinstance(axes, Mesh) else _checked_axes(axes)
-        object.__setattr__(self, "_axes", items)
-        object.__setattr__(self, "_sizes", dict(items))
+    def __new__(cls, axes: Mapping[str, int] | Mesh) -> Mesh:
+        if isinstance(axes, Mesh):
+            return axes
+        items = _checked_axes(axes)
+        made, sizes = object.__new__(cls), dict(items)
+        values = (items, sizes, tuple(sizes), math.prod(sizes.values()))
+        for name, value in zip(cls.__slots__, values, strict=True):
+            object.__setattr__(made, name, value)
+        return _MADE.setdefault(items, made)
 
     @property
     def shape(self) -> dict[str, int]:
         """Axis name -> size, in mesh order (a copy)."""
         return dict(self._axes)
-
-    @property
-    def axis_names(self) -> tuple[str, ...]:
-        """The names of the axes, in mesh order."""
-        return tuple(self._sizes)
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices the mesh has."""
-        return math.prod(self._sizes.values())
 
     def size(self, axis: str) -> int:
         """The number of devices along `axis`."""
@@ -127,12 +126,6 @@ class Mesh:
     def __len__(self) -> int:
         return len(self._axes)
 
-    def __eq__(self, other: object) -> bool:
-        return self._axes == other._axes if isinstance(other, Mesh) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._axes)
-
     def __repr__(self) -> str:
         inside = ", ".join(f'"{axis}": {size}' for axis, size in self._axes)
         return f"Mesh({{{inside}}})"
@@ -145,6 +138,9 @@ class Mesh:
 
     def __reduce__(self) -> tuple[type[Mesh], tuple[dict[str, int]]]:
         return Mesh, (self.shape,)
+
+
+_MADE: dict[tuple[tuple[str, int], ...], Mesh] = {}
 
 
 def _checked_axes(axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

@@ -11,8 +11,9 @@ import math
 from ast import literal_eval
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from threading import RLock
 from typing import Any
+from weakref import WeakValueDictionary
 
 from .errors import MeshTensorError, refuse
 from .mesh import Mesh
@@ -22,9 +23,9 @@ from .window import Window, parse_windows, windows_text
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "Sharding", "ceildiv"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, init=False, repr=False)
 class Sharding:
-    """How a tensor of `ndim` dims lies on `mesh`. Canonical: equal layouts are equal objects by value and hash.
+    """How a tensor of `ndim` dims lies on `mesh`. Equal layouts are one object.
 
     `dims` has, per dim, the axes that split it, major first; `partial` has (axis, op) in mesh order; all
     other axes replicate. `windows`: the dims of which devices hold windows instead of tiles; only what a kernel or an
@@ -41,26 +42,25 @@ class Sharding:
     partial: tuple[tuple[str, str], ...] = ()
     windows: tuple[tuple[int, Window], ...] = ()
 
-    def __post_init__(self) -> None:
-        mesh = Mesh(self.mesh)
-        dims_of = enumerate(self.dims)
-        stated: list[tuple[str, Placement]] = [(a, Shard(d, n)) for d, axes in dims_of for n, a in enumerate(axes)]
-        stated += [(axis, Partial(op)) for axis, op in self.partial]
-        by_axis, problems = collect(mesh, self.ndim, stated)
-        if len(self.dims) != self.ndim:
-            problems.append(f"dims {self.dims} are not those of {self.ndim} dims")
+    def __new__(
+        cls,
+        mesh: Mesh | Mapping[str, int],
+        ndim: int,
+        dims: tuple[tuple[str, ...], ...],
+        partial: tuple[tuple[str, str], ...] = (),
+        windows: tuple[tuple[int, Window], ...] = (),
+    ) -> Sharding:
+        mesh = Mesh(mesh)
+        stated: list[tuple[str, Placement]] = [
+            (a, Shard(d, n)) for d, axes in enumerate(dims) for n, a in enumerate(axes)
+        ]
+        stated += [(axis, Partial(op)) for axis, op in partial]
+        by_axis, problems = collect(mesh, ndim, stated)
+        if len(dims) != ndim:
+            problems.append(f"dims {dims} are not those of {ndim} dims")
         if problems:
-            refuse(problems, where=f"a Sharding on {mesh}", fix=how_to_state(mesh, self.ndim))
-        dims, partial = _canonical(mesh, self.ndim, by_axis)
-        windows = tuple(sorted(self.windows, key=lambda pair: pair[0]))
-        for name, value in (("mesh", mesh), ("dims", dims), ("partial", partial), ("windows", windows)):
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "_hash", hash((mesh, self.ndim, dims, partial, windows)))
-        object.__setattr__(self, "_minors", _minors(mesh, dims))
-        object.__setattr__(self, "_shards", tuple(math.prod(mesh.size(axis) for axis in axes) for axes in dims))
-
-    def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined]  # set above
+            refuse(problems, where=f"a Sharding on {mesh}", fix=how_to_state(mesh, ndim))
+        return _made(mesh, ndim, *_canonical(mesh, ndim, by_axis), tuple(sorted(windows, key=lambda pair: pair[0])))
 
     def __reduce__(self) -> tuple:
         """Made anew: another process hashes strings differently."""
@@ -77,7 +77,7 @@ class Sharding:
         by_axis, problems = collect(mesh, ndim, list(placements.items()))
         if problems:
             refuse(problems, where=f"a tensor of {ndim} dims on {mesh}", fix=how_to_state(mesh, ndim))
-        return _interned(mesh, ndim, *_canonical(mesh, ndim, by_axis))
+        return _made(mesh, ndim, *_canonical(mesh, ndim, by_axis))
 
     @staticmethod
     def make(
@@ -246,6 +246,11 @@ class Sharding:
             extents[dim] = window.length
         return tuple(extents)
 
+    def tiles(self, shape: Sequence[int]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Of every device, where its tile starts and how much of it is valid."""
+        ranks = range(self.mesh.num_devices)
+        return tuple([(self.tile_offset(shape, rank), self.valid_extent(shape, rank)) for rank in ranks])
+
     def _check_rank(self, shape: Sequence[Any]) -> None:
         if len(shape) != self.ndim:
             refuse(f"shape {tuple(shape)} has {len(shape)} dims, but the sharding '{self}' is for {self.ndim}")
@@ -279,12 +284,28 @@ def _minors(mesh: Mesh, dims: Sequence[Sequence[str]]) -> dict[str, int]:
     return found
 
 
-@lru_cache(maxsize=4096)
-def _interned(
-    mesh: Mesh, ndim: int, dims: tuple[tuple[str, ...], ...], partial: tuple[tuple[str, str], ...]
+_KNOWN: WeakValueDictionary[tuple, Sharding] = WeakValueDictionary()
+_LOCK = RLock()
+
+
+def _made(
+    mesh: Mesh,
+    ndim: int,
+    dims: tuple[tuple[str, ...], ...],
+    partial: tuple[tuple[str, str], ...],
+    windows: tuple[tuple[int, Window], ...] = (),
 ) -> Sharding:
-    """Equal layouts, most of the time as one object."""
-    return Sharding(mesh, ndim, dims, partial)
+    """The Sharding of canonical values: the one that there is."""
+    key = (mesh, ndim, dims, partial, windows)
+    known = _KNOWN.get(key)
+    if known is not None:
+        return known
+    made = object.__new__(Sharding)
+    shards = tuple(math.prod(mesh.size(axis) for axis in axes) for axes in dims)
+    vars(made).update(mesh=mesh, ndim=ndim, dims=dims, partial=partial, windows=windows)
+    vars(made).update(_minors=_minors(mesh, dims), _shards=shards)
+    with _LOCK:
+        return _KNOWN.setdefault(key, made)
 
 
 def ceildiv(size: Any, parts: int) -> Any:

@@ -17,14 +17,12 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import RESUMED, Access, Statement, split_update
 from mesh_tensor.tir import tile_ops
-from mesh_tensor.tir.backward_loops import backward
+from mesh_tensor.tir.double_loops import fuse, join
 from mesh_tensor.tir.effects import changes_nothing, op_name
-from mesh_tensor.tir.fused_loops import fuse
-from mesh_tensor.tir.intervals import join
 from mesh_tensor.tir.linear import as_expr, vars_of
+from mesh_tensor.tir.loops import backward, shorten
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import block_like, guarded, loop_like, neutral_element, replace_block
-from mesh_tensor.tir.short_loops import shorten
 from mesh_tensor.tir.tile_position import resolve
 from mesh_tensor.tir.user_reports import assert_call, is_print
 

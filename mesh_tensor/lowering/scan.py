@@ -23,9 +23,8 @@ from mesh_tensor.rules.kernel.replaced_states import Best, Stated
 from mesh_tensor.rules.kernel.scans import Carried, Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, body_statements
-from mesh_tensor.tir.backward_loops import MARK as BACKWARD
-from mesh_tensor.tir.backward_loops import is_backward
 from mesh_tensor.tir.effects import changes_nothing
+from mesh_tensor.tir.loops import BACKWARD, is_backward
 from mesh_tensor.tir.rewrite import (
     constant,
     exchange_buffers,

@@ -20,7 +20,7 @@ from mesh_tensor.rules.operator.manual import factor_of
 from mesh_tensor.rules.operator.rule import Dim, InnerReduction, atoms_of
 
 from .ir import Graph, Node, Value
-from .varying import Axes, varying
+from .manual import Axes, varying
 from .wiring import Sizes, Wiring, settle
 
 # The factor of every atom of a tensor; None: needed (or made) whole.

@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mesh_tensor.rules.operator import OpRule
-from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, axes_of, factor_of
 from mesh_tensor.rules.operator.rule import atoms_of
 
 from .batch_kinds import REGROUPS, Fixed, Kind, Mean, Mixed, Rows, Sum, mixed
 from .batch_quotients import Divided, quotient_kinds
 from .ir import Graph, Node
-from .varying import varying
+from .manual import varying
 
 Place = int | str  # a dim, or an axis whose devices have a value of their own
 
@@ -70,7 +69,7 @@ class DeviceKinds:
         wrong = next((kind for kind in kinds if isinstance(kind, Mixed)), None)
         if wrong is not None:
             return [wrong] * len(node.outputs)
-        name = operator_name(node.call)
+        name = node.call.operator
         if name in (PER_DEVICE, ALL_DEVICES) and not isinstance(kinds[0], Fixed):
             return [_at_the_edge(node, kinds[0], enters=name == PER_DEVICE)]
         if node in self._tiles and isinstance(kind_within(kinds[0]), Rows):
@@ -153,7 +152,7 @@ def _tile_dims(graph: Graph) -> Mapping[Node, frozenset[int]]:
     makers = {value: node for node in graph.nodes for value in node.outputs}
     found: dict[Node, frozenset[int]] = {}
     for node in graph.nodes:
-        if operator_name(node.call) != PER_DEVICE:
+        if node.call.operator != PER_DEVICE:
             continue
         (value,), devices = node.inputs, len(axes_of(node.call))
         maker, dims = makers.get(value), list(range(devices))

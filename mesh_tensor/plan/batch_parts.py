@@ -19,7 +19,6 @@ from tvm import ir
 from mesh_tensor.annotations.names import reachable, relax_function
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.rules.operator import OpRule
-from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.dropout import DROPOUT
 
 from .batch_devices import AnyKind, Apart, DeviceKinds, kind_within, settled, with_kind
@@ -272,7 +271,7 @@ class _Kinds:
 
 
 def _drops(node: Node) -> bool:
-    return operator_name(node.call) == DROPOUT
+    return node.call.operator == DROPOUT
 
 
 def _name(node: Node) -> str:

@@ -20,8 +20,7 @@ from mesh_tensor.rules.operator.call import (
 )
 
 from .ir import Scopes, Tree, Value, leaves
-from .manual import Region, is_collective
-from .manual_reader import ManualReader
+from .manual import ManualReader, Region, is_collective
 
 if TYPE_CHECKING:
     from .reader import GraphReader

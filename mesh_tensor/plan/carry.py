@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping
 
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Sharding
-from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.narrowed import NARROWED
 from mesh_tensor.rules.operator.update import UPDATE
 
@@ -92,7 +91,7 @@ def _is_added(
     """Whether what the node gives is added to other pending sums, or is a gradient that an optimizer takes: there it is
     in the parameter's layout, and nothing but the optimizer waits for it."""
     users = [user for user, _ in uses.get(node.outputs[0], ())]
-    if any(operator_name(user.call) in (UPDATE, NARROWED) for user in users):
+    if any(user.call.operator in (UPDATE, NARROWED) for user in users):
         return True
     return len(users) == 1 and (users[0] in found or _adds(users[0], atoms.rules[users[0]]))
 
@@ -215,7 +214,7 @@ def widened_values(graph: Graph, uses: Mapping[Value, list[tuple[Node, int]]]) -
     """Low-precision values of which nothing is made but float32, perhaps with other dims: parts of sums may stay
     float32 all the way. Those that somebody asks to add up as they are do not."""
     others, found = {*leaves(graph.result), *graph.annotations}, set[Value]()
-    for node in reversed([node for node in graph.nodes if operator_name(node.call) != NARROWED]):
+    for node in reversed([node for node in graph.nodes if node.call.operator != NARROWED]):
         for value in node.outputs:
             users = [user for user, _ in uses.get(value, ())]
             narrow = value.type.dtype in NARROW and value not in others
@@ -230,6 +229,6 @@ def _keeps_wide(node: Node, widened: Collection[Value]) -> bool:
 
 def _widens(node: Node) -> bool:
     """Whether the node makes float32 of fewer bits, or is asked to add up what it is given with fewer."""
-    return operator_name(node.call) == NARROWED or (
+    return node.call.operator == NARROWED or (
         node.call.name == "astype" and node.inputs[0].type.dtype in NARROW and node.outputs[0].type.dtype == "float32"
     )

@@ -18,14 +18,12 @@ from mesh_tensor.annotations.manual import MANUAL, Manual, manual_text
 from mesh_tensor.annotations.names import reachable, relax_function, source_names, unique_names, variables
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.rules.gradients import Backward, gradients_of, stops_gradients
-from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call
 
 from .ir import Graph, Value, leaves
 from .joint import Joint, Writer
-from .manual import manual_mesh
+from .manual import Axes, manual_mesh, varying
 from .reader import read_graph
-from .varying import Axes, varying
 
 SEED = "seed"  # the gradient of the loss by itself: the first value of the backward part
 
@@ -176,7 +174,7 @@ def reverse(
             made = [writer.annotated(node, found[0])]
         else:
             backward = Backward(node.call, operands, results, tuple(found), wanted, writer.emit)
-            is_experts = operator_name(node.call) == MANUAL
+            is_experts = node.call.operator == MANUAL
             made = _experts(backward, writer, node.where) if is_experts else gradients_of(backward, node.where)
         for value, gradient in zip(node.inputs, made, strict=True):
             if gradient is not None:
@@ -237,7 +235,7 @@ def depending_on(graph: Graph, wrt: Sequence[Value], *, through_stops: bool = Fa
     """
     active = set(wrt)
     for node in graph.nodes:
-        goes_on = through_stops or not stops_gradients(operator_name(node.call))
+        goes_on = through_stops or not stops_gradients(node.call.operator)
         if goes_on and any(value in active for value in node.inputs):
             active.update(value for value in node.outputs if through_stops or is_float(value))
     return active

@@ -17,7 +17,6 @@ from tvm import relax, tirx
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator import OpCall, TensorType
-from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.loops import MARKS
 
 from .prices import PRICES, Prices
@@ -76,7 +75,7 @@ class Node:
     @cached_property
     def mark(self) -> str:
         """What of a loop it marks, if it does (a key of `rules.operator.loops.MARKS`)."""
-        name = operator_name(self.call)
+        name = self.call.operator
         return name if name in MARKS else ""
 
 

@@ -16,8 +16,7 @@ from mesh_tensor.rules.operator.aten import roll_call
 from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call, of_device_call
 
 from .ir import Value
-from .manual import axes_in, leaves_devices, wrong_axes
-from .varying import Axes
+from .manual import Axes, axes_in, leaves_devices, wrong_axes
 
 op = relax.op
 Emit = Callable[[Callable[..., relax.Expr], Sequence[Value]], Value]

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from mesh_tensor.base.dtypes import NARROW
-from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.linear_algebra import GROUPED
 
 from .atoms import AtomFactors, NodeRule
@@ -60,7 +59,7 @@ _STAY_FINITE = frozenset({"sigmoid", "exp", "cos", "cosh", "nn.softplus"})
 
 def look_up_of(node: Node) -> LookUp | None:
     """How the node looks rows up, if it does."""
-    found = LOOK_UPS.get(operator_name(node.call))
+    found = LOOK_UPS.get(node.call.operator)
     return found if found is not None and len(node.inputs) > found.ids else None
 
 

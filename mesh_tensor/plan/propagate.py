@@ -18,8 +18,8 @@ from mesh_tensor.rules.operator.rule import OpRule, atoms_of
 
 from .atoms import Atoms
 from .ir import Graph, Value, leaves
+from .manual import at_the_edge
 from .spread import Conflict, Spread, refine_sharding
-from .varying import at_the_edge
 
 _ROOM = -(2**63)  # before what is left over of any value
 

@@ -11,15 +11,14 @@ from mesh_tensor.annotations.names import relax_functions
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import OpCall, op_call, tensor_infos, tensor_type
-from mesh_tensor.tir.contiguous import with_contiguous_rows
+from mesh_tensor.tir.plain_statements import with_contiguous_rows
 
 from .bindings import Bindings
 from .ir import ANNOTATE, STATE_ATTR, Graph, GraphLoop, Node, Scope, Scopes, Tree, Value, leaves
 from .loop_reader import LoopReader
 from .loops import Recursion, recursion_of
-from .manual import Region
+from .manual import Axes, Region, node_axes
 from .manual_devices import Devices
-from .varying import Axes, node_axes
 
 # (function name, variable name) -> what was stated for it
 Annotations = Mapping[tuple[str, str], Annotation]

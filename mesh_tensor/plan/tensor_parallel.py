@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.dropout import DROPOUT
 
 from .gradient import SEED
@@ -104,7 +103,7 @@ class _Search:
                 continue
             if node in self._linears and node.inputs[0] in inside:
                 ends.add(node)
-            elif operator_name(node.call) in _LOCAL and self._stays(node, inside):
+            elif node.call.operator in _LOCAL and self._stays(node, inside):
                 inside.update(node.outputs)
             else:
                 return set()
@@ -119,7 +118,7 @@ class _Search:
         """What is made of a second layer's result, with its bias, and what that is added to."""
         (value,) = node.outputs
         while True:
-            drops = [user for user, _ in self._uses.get(value, ()) if operator_name(user.call) == DROPOUT]
+            drops = [user for user, _ in self._uses.get(value, ()) if user.call.operator == DROPOUT]
             if len(drops) == 1:
                 (value,) = drops[0].outputs
                 continue

@@ -24,7 +24,6 @@ from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from mesh_tensor.rules.kernel.statements import Statement
 from mesh_tensor.rules.kernel.workspaces import workspace_dims
 from mesh_tensor.rules.operator import OpRule, has_rule, rule_of
-from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.rule import InnerReduction, whole_rule
 from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import int_or
@@ -292,7 +291,7 @@ def _rule(node: Node, replicate_unknown: bool) -> OpRule:
             why="it overwrites its operands",
             fix="use R.call_tir, whose results are new tensors",
         )
-    if replicate_unknown and not has_rule(operator_name(node.call)):
+    if replicate_unknown and not has_rule(node.call.operator):
         return whole_rule(node.call)
     return rule_of(node.call, node.where)
 

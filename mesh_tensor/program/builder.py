@@ -1,15 +1,30 @@
-"""What the Programs of kernels (from_kernel) and of modules (from_graph) are built with: steps that change layouts, and
-when memory comes to life and ends."""
+"""What the Programs of kernels (from_kernel) and of modules (from_graph) are built with: steps that change layouts,
+when memory comes to life and ends, and updates in place.
+
+A step of an optimizer writes into the memory of what it replaces, after all that may fail. Memory that callers bring is
+written only where the steps from `Program.overwrites_from` on do nothing else: until then a run can be given up, and
+what was brought is as it was. So updates come last, each in place of the parameter and the slots that no other step
+needs; those whose results something else takes (as collectives do) stay where they are.
+
+    d_w = ...                                       d_w = ...
+    new_w, new_m = mesh.update(w, d_w, m)           loss = ...
+    loss = ...                                      w, m = fused.update_in_place(w, d_w, m)
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+from mesh_tensor.base.optimizer import GRADIENT_NORM, GROWING, PARAMETER_NORM, SCALE_NORM, SLOT_NORM
 from mesh_tensor.redistribution.plan import Move
+from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.update import UPDATE, UPDATE_IN_PLACE, optimizer_of
 
-from .program import Parameter, ProgramValue, bytes_received
-from .steps import AllocStep, CollectiveStep, FreeStep, Step
+from .program import Parameter, Program, ProgramValue, bytes_received
+from .steps import AllocStep, CollectiveStep, FreeStep, OpStep, Step, only
 
 
 class Lasting(Protocol):
@@ -67,3 +82,83 @@ def with_ends(steps: Sequence[Step], values: Mapping[str, Stored], storages: Col
         if storage in last:
             ends.setdefault(last[storage], []).append(FreeStep(storage))
     return tuple(each for index, step in enumerate(steps) for each in (step, *ends.get(index, ())))
+
+
+def with_updates_in_place(
+    steps: Sequence[Step], values: Mapping[str, ProgramValue], state: Mapping[str, str]
+) -> tuple[Sequence[Step], dict[str, ProgramValue]]:
+    """The steps, without those about memory, and the values that get other storages. `state`: by the name of a value
+    that callers bring, that of the value that replaces it in the next call."""
+    uses: dict[str, int] = {}
+    for step in steps:
+        for name in step.uses:
+            uses[values[name].storage] = uses.get(values[name].storage, 0) + 1
+    replaces: dict[str, list[str]] = {}
+    for old, new in state.items():
+        replaces.setdefault(new, []).append(old)
+    updates = [step for step in only(steps, OpStep) if step.call.operator == UPDATE]
+    taken = Counter(values[name].storage for step in updates for name in step.args)
+    last: dict[int, Step] = {}
+    stored: dict[str, ProgramValue] = {}
+    for step in updates:
+        pairs = _replaced(step)
+        alone = all(taken[values[old].storage] == 1 for old, _ in pairs)
+        if pairs and alone and all(replaces.get(new) == [old] and _fit(values, uses, old, new) for old, new in pairs):
+            call = OpCall(UPDATE_IN_PLACE, step.call.expr, step.call.inputs, step.call.outputs)
+            last[id(step)] = replace(step, call=call)
+            stored |= {new: replace(values[new], storage=values[old].storage) for old, new in pairs}
+    first = [step for step in steps if id(step) not in last]
+    return ([*first, *last.values()], stored) if last else (steps, {})
+
+
+def _replaced(step: OpStep) -> list[tuple[str, str]]:
+    """What an update replaces, and by what; nothing where its results are not sure to be finite."""
+    optimizer, count = optimizer_of(step.call)
+    if not optimizer.stays_finite or step.call.inputs[0].dtype == "float16":
+        return []
+    return list(zip((step.args[0], *step.args[2 : 2 + count]), step.results, strict=True))
+
+
+def _fit(values: Mapping[str, ProgramValue], uses: Mapping[str, int], old: str, new: str) -> bool:
+    """Whether one may have the memory of the other. Products and sums read a parameter before it is updated; what is
+    made of it is only given to callers."""
+    before, after = values[old], values[new]
+    return (
+        uses[after.storage] == 1
+        and (before.shape, before.dtype, before.sharding) == (after.shape, after.dtype, after.sharding)
+        and before.slab is None is after.slab
+    )
+
+
+@dataclass(frozen=True)
+class Overwritten:
+    """What a run overwrites of what callers bring, and what makes that sure to be finite.
+
+    storages   what is overwritten
+    norms      by the name of a value, how large its norm may be on a device
+    kept       the storages of all else that callers bring or get, and that updates take: what shares memory with them
+               must not be overwritten
+    """
+
+    storages: tuple[str, ...]
+    norms: Mapping[str, float]
+    kept: tuple[str, ...]
+
+    @staticmethod
+    def of(program: Program) -> Overwritten:
+        """That of the updates in place."""
+        storages: dict[str, None] = {}
+        norms: dict[str, float] = {}
+        taken = set[str]()
+        for step in program.ops:
+            if step.call.name != UPDATE_IN_PLACE:
+                continue
+            optimizer, count = optimizer_of(step.call)
+            storages |= dict.fromkeys(program.values[name].storage for name in step.results)
+            slots = step.args[2 : 2 + count]
+            taken |= {program.values[name].storage for name in step.args}
+            norms |= {step.args[0]: PARAMETER_NORM, step.args[1]: GRADIENT_NORM}
+            norms |= dict.fromkeys(step.args[3 + count :], SCALE_NORM)
+            norms |= {slots[n]: SLOT_NORM for n, slot in enumerate(optimizer.slots) if slot in GROWING}
+        kept = sorted((program.inputs | program.outputs | taken).difference(storages))
+        return Overwritten(tuple(storages), norms, tuple(kept))

@@ -17,15 +17,14 @@ from mesh_tensor.plan.atoms import made_plain, plain_sharding
 from mesh_tensor.plan.explicit import Change, ExplicitGraph, ExplicitStep, Form, Run, forms_in
 from mesh_tensor.plan.ir import Scope, leaves
 from mesh_tensor.plan.prices import bytes_moved
-from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_type
+from mesh_tensor.rules.operator.call import OpCall, tensor_type
 from mesh_tensor.rules.operator.elementwise import divides_integers
 from mesh_tensor.rules.operator.index import LOOK_UPS
 
 from .buckets import bucketed
-from .builder import collective_step, with_lifetimes
+from .builder import collective_step, with_lifetimes, with_updates_in_place
 from .from_loops import Loops, carried_forms
 from .fuse import fused
-from .in_place import with_updates_in_place
 from .kernel_steps import KernelSteps
 from .overlap import early_starts, with_overlap
 from .program import Parameter, Program, ProgramValue
@@ -197,7 +196,7 @@ class _Programmer:
 
     def _may_fail(self, call: OpCall, operands: Sequence[str]) -> bool:
         """Whether values of operands may be such that there is no result: indices, and what integers are divided by."""
-        if operator_name(call) in LOOK_UPS:
+        if call.operator in LOOK_UPS:
             return True
         divisor = self._constants.get(operands[1]) if divides_integers(call) else None
         return divides_integers(call) and (divisor is None or not np.all(divisor.data.numpy()))

@@ -32,7 +32,6 @@ from tvm import tirx
 
 from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.rules.operator import OpCall
-from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.cost import class_of
 from mesh_tensor.rules.operator.update import UPDATE
 
@@ -134,7 +133,7 @@ class OpStep:
 
     @property
     def is_long(self) -> bool:
-        return class_of(self.call.name) == "product" or operator_name(self.call) == UPDATE
+        return class_of(self.call.name) == "product" or self.call.operator == UPDATE
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -12,10 +12,11 @@ from functools import lru_cache
 
 import numpy
 
-from mesh_tensor.base.collectives import State
+from mesh_tensor.base.collectives import CollectiveKind
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.window import Window
 
+State = tuple[int, ...]
 WHOLE, PARTIAL = -1, -2
 ORDER = 1 << 16
 
@@ -40,6 +41,15 @@ class Boxes:
     def devices(self, axes: Sequence[int]) -> int:
         """How many devices differ only in their coordinates on `axes`."""
         return math.prod(self.sizes[axis] for axis in axes)
+
+    def received(self, kind: CollectiveKind, before: State, after: State, axes: Sequence[int]) -> int:
+        """The elements that the busiest device receives in a collective over `axes`."""
+        group = self.devices(axes)
+        if kind.received == "lacking":
+            return self.missing(before, after)
+        if kind.received == "around":
+            return -(-2 * (group - 1) * self.volume(before) // group)
+        return (group - 1) * int(self.volumes(after).max()) if kind.received == "parts" else 0
 
     def volume(self, state: State) -> int:
         """The elements of the largest tile, padding included."""

@@ -6,16 +6,16 @@ no other axis splits that dim further; where that stands in the way, devices exc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES, State
+from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.sharding import Partial, Placement, Replicate, Shard, Sharding
 
-from .boxes import ORDER, PARTIAL, WHOLE, boxes_of, dim_at, place_of
-from .search import Search, exchange, halo, received
+from .boxes import ORDER, PARTIAL, WHOLE, State, boxes_of, dim_at, place_of
+from .search import Search, exchange, halo
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,10 @@ def _to_windows(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> tuple[M
 @lru_cache(maxsize=4096)
 def _planned(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> tuple[Move, ...]:
     src.tile_shape(shape)  # refuses a shape of another rank
-    kept = {axis for axis, op in src.partial if dst.partial_op(axis) == op}
+    kept = frozenset(axis for axis, op in src.partial if dst.partial_op(axis) == op)
     joining = tuple(axis for axis, _ in dst.partial if axis not in kept)
     start = _state(src, whole=kept)  # whatever is done is done to every kept axis' parts alike
-    goal = _state(dst, whole={*kept, *joining})
+    goal = _state(dst, whole=kept.union(joining))
     edges = Search(boxes_of(src.mesh, shape), start, goal).path()
     op = src.partial[0][1] if src.partial else None
     names, moves, before = src.mesh.axis_names, [], src
@@ -145,7 +145,8 @@ def _elements_received(
     kind: str, shape: tuple[int, ...], before: Sharding, after: Sharding, axes: tuple[str, ...]
 ) -> int:
     numbers = [before.mesh.axis_names.index(axis) for axis in axes]
-    return received(boxes_of(before.mesh, shape, after.windows), kind, _state(before), _state(after), numbers)
+    boxes = boxes_of(before.mesh, shape, after.windows)
+    return boxes.received(COLLECTIVES[kind], _state(before), _state(after), numbers)
 
 
 def direct_move(before: Sharding, after: Sharding) -> Move:
@@ -194,7 +195,8 @@ def _illegal_direct_move(src: Sharding, move: Move) -> list[str]:
     return []
 
 
-def _state(sharding: Sharding, whole: Collection[str] = ()) -> State:
+@lru_cache(maxsize=4096)
+def _state(sharding: Sharding, whole: frozenset[str] = frozenset()) -> State:
     """The search's state; the axes `whole` count as replicated."""
     return tuple(
         place_of(p.dim, p.minor)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, combinations
 
-from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES, State
+from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES
 from mesh_tensor.base.placement import Partial, Placement, Replicate, Shard
 
-from .boxes import ORDER, PARTIAL, WHOLE, Boxes, Windows, axes_on, dim_at, place_of
+from .boxes import ORDER, PARTIAL, WHOLE, Boxes, State, Windows, axes_on, dim_at, place_of
 
 Cost = tuple[int, int, int, int]  # elements received, collectives, messages, steps
 
@@ -31,11 +31,6 @@ class Edge:
     after: State
     src_dim: int | None = None
     dst_dim: int | None = None
-
-
-def received(boxes: Boxes, kind: str, before: State, after: State, axes: Sequence[int]) -> int:
-    """The elements that the busiest device receives."""
-    return COLLECTIVES[kind].received(boxes, before, after, boxes.devices(axes))
 
 
 class Search:
@@ -102,7 +97,7 @@ class Search:
 
     def _cost(self, state: State, edge: Edge) -> Cost:
         kind, group = COLLECTIVES[edge.kind], self._boxes.devices(edge.axes)
-        elements = kind.received(self._boxes, state, edge.after, group)
+        elements = self._boxes.received(kind, state, edge.after, edge.axes)
         return (elements, kind.counts_as, kind.messages(group), 1) if group > 1 else (elements, 0, 0, 1)
 
     def _edges(self, state: State) -> Iterator[Edge]:

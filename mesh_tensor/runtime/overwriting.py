@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-from mesh_tensor.program.in_place import Overwritten
+from mesh_tensor.program.builder import Overwritten
 from mesh_tensor.targets.tile_memory import memory_of
 
 from .elementwise import not_finite, within

@@ -53,10 +53,8 @@ class Layout:
     def _describe(self) -> list[_Tile]:
         first: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         strides, tiles = _strides(self.shape), []
-        for rank in range(self.sharding.mesh.num_devices):
-            at = self.sharding.mesh.coordinate(rank)
-            offset = self.sharding.tile_offset(self.shape, rank)
-            extent = self.sharding.valid_extent(self.shape, rank)
+        partial = [axis for axis, _ in self.sharding.partial]
+        for rank, (offset, extent) in enumerate(self.sharding.tiles(self.shape)):
             full = extent == self.tile_shape
             start = sum(o * s for o, s in zip(offset, strides, strict=True))
             lies = full and _contiguous(extent, self.shape) and start * self.dtype.itemsize % ALIGNMENT == 0
@@ -68,7 +66,7 @@ class Layout:
                     full=full,
                     start=start if lies else None,
                     owner=owner,
-                    blank=any(at[axis] for axis, _ in self.sharding.partial),
+                    blank=bool(partial) and self.sharding.mesh.group_of(rank, partial)[0] != rank,
                 )
             )
         return tiles

@@ -76,10 +76,8 @@ class Reshard:
 
 
 @lru_cache(maxsize=256)
-def _tiles(shape: tuple[int, ...], layout: Sharding) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Per device where its tile starts, and how much of it is valid."""
-    ranks = range(layout.mesh.num_devices)
-    return tuple((layout.tile_offset(shape, rank), layout.valid_extent(shape, rank)) for rank in ranks)
+def _tiles(layout: Sharding, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    return layout.tiles(shape)
 
 
 @lru_cache(maxsize=256)
@@ -137,7 +135,7 @@ def _pieces(shape: tuple[int, ...], src: Sharding, dst: Sharding, rank: int, cha
 def _parts(shape: tuple[int, ...], layout: Sharding, rank: int) -> list[list[tuple[int, int, int]]]:
     """Per dim what the tile of `rank` is made of: where in the tile, and which elements of the tensor (from, to)."""
     found = []
-    for dim, (start, extent) in enumerate(zip(*_tiles(shape, layout)[rank], strict=True)):
+    for dim, (start, extent) in enumerate(zip(*_tiles(layout, shape)[rank], strict=True)):
         window = layout.window(dim)
         found.append([(0, start, start + extent)] if window is None else window.parts(shape[dim], start))
     return found
@@ -153,7 +151,7 @@ def _pieces_from(
     shape: tuple[int, ...], src: Sharding, dst: Sharding, rank: int, free: list[str]
 ) -> Iterator[tuple[Piece, int]]:
     mesh, at = src.mesh, src.mesh.coordinate(rank)
-    to, extent = _tiles(shape, dst)[rank]
+    to, extent = _tiles(dst, shape)[rank]
     wanted = list(product(*_parts(shape, dst, rank)))
     split = [axis for axis in free if isinstance(src.placement(axis), Shard)]
     summed = [axis for axis, op in src.partial if dst.placement(axis) != Partial(op)]
@@ -161,7 +159,7 @@ def _pieces_from(
     for place in product(*(range(mesh.size(axis)) for axis in split)):
         here = at | dict(zip(split, place, strict=True))
         first = mesh.rank(here | dict.fromkeys(summed, 0))
-        start, size = _tiles(shape, src)[first]
+        start, size = _tiles(src, shape)[first]
         for box in wanted:
             low = [max(a, b) for (_, a, _), b in zip(box, start, strict=True)]
             high = [min(a, b + n) for (_, _, a), b, n in zip(box, start, size, strict=True)]

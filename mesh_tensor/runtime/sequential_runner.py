@@ -22,7 +22,7 @@ from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
 from mesh_tensor.targets.kernels import tir_function
 from mesh_tensor.targets.torch_ops import typed, untyped_function
-from mesh_tensor.tir.contiguous import with_contiguous_rows
+from mesh_tensor.tir.plain_statements import with_contiguous_rows
 
 from .each_device import EachDevice, chosen, collective, index, of_all, of_each, on_each, same_on_all, tiles, whole
 from .module_inputs import bound

@@ -25,7 +25,7 @@ from .pipeline_summary import (
     pipeline_why,
 )
 from .stages import adding_seconds, held_bytes_of, reducing_seconds, transfer_seconds
-from .summary import named_kinds
+from .summary import check_count, named_kinds
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +133,7 @@ class PipelineSimulation:
 
     def why(self, most: int = 3) -> str:
         """What costs most, what for, and what would change that."""
+        check_count(most)
         return pipeline_why(self, most)
 
     def trace(self, path: str | Path | None = None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from mesh_tensor.program.verify import held_bytes
 
 from .pipelines import PipelineSimulation, simulate_pipeline
 from .streams import COMPUTE, RUN, WAIT, Events, called_seconds, critical, play
-from .summary import Group, groups, named_kinds, page, table, trace, why
+from .summary import Group, check_count, groups, named_kinds, page, table, trace, why
 
 
 def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | PipelineSimulation:
@@ -169,6 +169,7 @@ class Simulation:
 
     def why(self, most: int = 3) -> str:
         """The steps that cost most, what they cost it for, and what would change that."""
+        check_count(most)
         return why(self.groups()[:most], self)
 
     def trace(self, path: str | Path | None = None) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
 from mesh_tensor.rules.kernel.cost import has_products
-from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.cost import class_of, operator_work, pays_apart, read_bytes, touched_bytes
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
@@ -244,7 +243,7 @@ class StepCosts:
         apart = self._differ((*step.args, *step.results))
         self._apart |= dict.fromkeys(step.results, apart)
         different = math.prod(self._program.mesh.size(axis) for axis in apart)
-        name = operator_name(step.call)
+        name = step.call.operator
         levels: tuple[int, ...] = ()
         if len(self._machine.memory) > 1:
             made = () if class_of(name) == "view" and not copied else self._made(step.results)
@@ -297,11 +296,11 @@ class StepCosts:
         self, step: OpStep, copied: bool, rounds: int, levels: tuple[int, ...], together: bool, colder: float
     ) -> StepCost:
         again = self._machine.processors is not None and self._program.mesh.num_devices > 1
-        work, name = operator_work(step.call, self._machine, copied, again), operator_name(step.call)
+        work, name = operator_work(step.call, self._machine, copied, again), step.call.operator
         sizes = [*read_bytes(step.call), *(self._program.values[name].tile_bytes for name in step.results)]
         work = self._from(work, levels, sizes, touched_bytes(step.call))
         if name == VJP:
-            name = f"gradient of {operator_name(vjp_of(step.call).calls[-1][0])}"
+            name = f"gradient of {vjp_of(step.call).calls[-1][0].operator}"
         nbytes = touched_bytes(step.call) if work.memory else 0
         seconds = self._in_turn(work, rounds, together) + colder
         return StepCost(name, COMPUTE, seconds, work.bound, step.flops if work.flops else 0, nbytes)
@@ -317,7 +316,7 @@ class StepCosts:
 
     def _strided(self, step: OpStep) -> bool:
         """Whether it is a reshape of what a transposition left in another order: torch copies that."""
-        name = operator_name(step.call)
+        name = step.call.operator
         if name == "permute_dims" and step.args[0] not in self._transposed:  # else: back in order
             self._transposed.update(step.results)
         return name == "reshape" and step.args[0] in self._transposed

@@ -97,6 +97,12 @@ def table(simulation: Simulation) -> str:
     return "\n".join([*head, *columns(rows)])
 
 
+def check_count(most: object) -> None:
+    """Refuse what is no number of groups."""
+    if type(most) is not int or most < 0:
+        refuse(f"most is {shown(most)}", where="why", fix="say how many to name, from 0 up: 3 if it is left out")
+
+
 _WAYS_OUT = {
     "flops": "split it over more devices, or compute it in a dtype with a higher rate",
     "memory": "fuse it with what makes or uses its tensors, take a smaller dtype, or split it further",

@@ -15,7 +15,6 @@ from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import OpStep, Step, only
 from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.aten import ANY, name_of
-from mesh_tensor.rules.operator.call import operator_name
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
 from .dtypes import torch_dtype
@@ -135,7 +134,7 @@ class Record:
     def line(self, step: OpStep, line: Line) -> Line:
         """The line of one of the two steps, which keeps it, or takes it."""
         made = recorded(self.gradient.call, line.call.function)
-        if operator_name(step.call) == VJP:
+        if step.call.operator == VJP:
             return replace(line, call=replace(line.call, function=made.backward), kept=self.name)
         return replace(line, call=replace(line.call, function=made.forward), keeps=self.name)
 
@@ -149,7 +148,7 @@ def recorded_pairs(program: Program) -> dict[str, Record]:
     known: dict[tuple[str, tuple[str, ...]], OpStep] = {}
     records: dict[str, Record] = {}
     for step in program.ops:
-        if operator_name(step.call) != VJP and _is_plain(step):
+        if step.call.operator != VJP and _is_plain(step):
             known.setdefault((step.call.name, step.args), step)
         elif (first := _differentiated(step, known, {})) is not None and first.results[0] not in records:
             records[first.results[0]] = records[step.results[0]] = Record(f"kept of {step.results[0]}", step)
@@ -180,7 +179,7 @@ def _differentiated(
     step: OpStep, known: Mapping[tuple[str, tuple[str, ...]], OpStep], same: Mapping[str, str]
 ) -> OpStep | None:
     """The step whose gradients this one computes, of these."""
-    if operator_name(step.call) != VJP or not _is_plain(step) or not can_be_recorded(step.call):
+    if step.call.operator != VJP or not _is_plain(step) or not can_be_recorded(step.call):
         return None
     stated = vjp_of(step.call)
     forward, operands = stated.forward, dict(zip(stated.given, step.args, strict=False))
@@ -255,12 +254,12 @@ def _tile_call(step: OpStep, program: Program, rank: int, target: Target) -> Til
 
 def _looks_at_values(call: OpCall) -> bool:
     """Whether torch may refuse to compute because of values, those of padding too: a matrix that has no inverse."""
-    return operator_name(vjp_of(call).forward if operator_name(call) == VJP else call) == ANY
+    return (vjp_of(call).forward if call.operator == VJP else call).operator == ANY
 
 
 def _without_padding(function: Callable[..., Any], call: OpCall, valid: Sequence[Valid]) -> Callable[..., Any]:
     """The function of tiles in which padding repeats what is no padding; that of results' gradients stays zero."""
-    given = len(vjp_of(call).given) if operator_name(call) == VJP else len(valid)
+    given = len(vjp_of(call).given) if call.operator == VJP else len(valid)
 
     def run(*tiles: torch.Tensor) -> Any:
         if any(0 in each.extent and 0 not in each.stored for each in valid):
@@ -309,4 +308,4 @@ def _kernel_function(func: tirx.PrimFunc, call: OpCall, target: Target) -> Calla
 
 def differs_by_rank(step: OpStep) -> bool:
     """Whether the operator looks at where the device stands."""
-    return operator_name(step.call).startswith("mesh.")
+    return step.call.operator.startswith("mesh.")

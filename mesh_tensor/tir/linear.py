@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,18 +41,15 @@ class Linear:
     def same_as(self, other: Linear) -> bool:
         return self.const == other.const and self.terms == other.terms
 
-    @property
+    @cached_property
     def key(self) -> tuple:
         """Equal for equal forms, and hashable."""
         return frozenset(self.terms.items()), self.const
 
-    def shares_vars(self, other: Linear) -> bool:
-        return any(var in other.terms for var in self.terms)
-
-    @property
-    def ordered(self) -> list[tuple[tirx.Var, int]]:
+    @cached_property
+    def ordered(self) -> tuple[tuple[tirx.Var, int], ...]:
         """The terms, largest coefficient first."""
-        return sorted(self.terms.items(), key=lambda term: -term[1])
+        return tuple(sorted(self.terms.items(), key=lambda term: -term[1]))
 
 
 def sum_of(expr: tirx.PrimExpr | int, term: Callable[[tirx.PrimExpr], Linear | None]) -> Linear | None:

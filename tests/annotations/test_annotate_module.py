@@ -186,9 +186,9 @@ def test_time_is_linear():
         mod, shardings = builder.get(), {param.name_hint: {"x": 0} for param in params}
         times = []
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.process_time()  # as long on a machine that has other things to do
             mt.read_module_annotations(mt.annotate_module(mod, {"x": 2}, shardings))
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times)
 
     assert seconds(1000) < 3 * 10 * seconds(100)

@@ -47,7 +47,7 @@ def test_other_sizes_than_compiled_for():
 
 
 def test_wrong_arguments_on_ranks():
-    for texts in run(wrong_arguments, 2, timeout=20):
+    for texts in run(wrong_arguments, 2):
         assert "parameter 'A': on DeviceMesh((x=2), 'cpu', stride=(1,)) of ranks [1, 0], but expected" in texts[0]
         assert "parameter 'B': shape (7, 8), but expected (7, 7)" in texts[1]
         assert "parameter 'B': a Tensor, but other parameters are DTensors" in texts[2]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+import math
 import signal
 from dataclasses import replace
 
@@ -113,6 +115,24 @@ def test_it_goes_on_from_what_was_saved(perceptron, tmp_path):
         mt.search(perceptron, 4, SLOW_LINKS, known=tmp_path / "found.json")
     (tmp_path / "found.json").write_text("[]")
     with pytest.raises(mt.MeshTensorError, match="holds no search"):
+        mt.search(perceptron, 4, FAST, known=tmp_path / "found.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("time", math.nan, "time is nan"),
+        ("memory", math.inf, "memory is inf"),
+        ("layouts", [["x", [["nowhere", 0]]]], "'x' can't lie as {'nowhere': 0}"),
+        ("layouts", [["x", [["x", 9]]]], "'x' can't lie as {'x': 9}"),
+    ],
+)
+def test_what_was_saved_is_broken(perceptron, tmp_path, name, value, message):
+    found = mt.search(perceptron, 4, FAST, width=1, meshes=[{"x": 4}])
+    found.save(tmp_path / "found.json")
+    made = json.loads((tmp_path / "found.json").read_text())
+    (tmp_path / "found.json").write_text(json.dumps({**made, "strategies": [{**made["strategies"][0], name: value}]}))
+    with pytest.raises(mt.MeshTensorError, match=f"holds no search: {message}"):
         mt.search(perceptron, 4, FAST, known=tmp_path / "found.json")
 
 

@@ -1,5 +1,8 @@
 """What a search over ways to train refuses, and what it says."""
 
+import json
+import math
+
 import pytest
 import torch
 
@@ -61,11 +64,63 @@ def test_a_relax_module_has_to_say_its_inputs(module):
         mt.search(module.mod, 2, CPU, batch=4)
 
 
-def test_another_search_was_saved(module, tmp_path):
-    found = mt.search(module, 2, CPU, batch=4, finalists=0, schedules=["1f1b"], zero=[0])
+@pytest.fixture(scope="module")
+def found(module):
+    return mt.search(module, 2, CPU, batch=4, **FEW)
+
+
+FEW = {"finalists": 0, "schedules": ["1f1b"], "zero": [0]}
+
+
+@pytest.mark.parametrize("other", [{"batch": 8}, {"states": 1}, {"machine": "h100"}])
+def test_another_search_was_saved(module, found, tmp_path, other):
     found.save(tmp_path / "found.json")
-    with pytest.raises(mt.MeshTensorError, match="is of another search"):
-        mt.search(module, 2, CPU, batch=8, known=tmp_path / "found.json")
+    with pytest.raises(mt.MeshTensorError, match=rf"is of another search(.|\n)*other '{next(iter(other))}'"):
+        mt.search(module, 2, **{"machine": CPU, "batch": 4, "known": tmp_path / "found.json", **FEW, **other})
+
+
+def test_the_search_of_another_model_was_saved(found, tmp_path):
+    found.save(tmp_path / "found.json")
+    with pytest.raises(mt.MeshTensorError, match=r"is of another search(.|\n)*other 'parameters'"):
+        mt.search(exported(3)[1], 2, CPU, batch=4, known=tmp_path / "found.json", **FEW)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("time", math.nan, "time is nan"),
+        ("time", -1.0, "time is -1.0"),
+        ("memory", math.inf, "memory is inf"),
+        ("layers", [9], "has stages of"),
+        ("layers", ["a"], "has stages of|unsupported operand"),
+        ("data", [1], "unhashable"),
+    ],
+)
+def test_what_was_saved_is_broken(module, found, tmp_path, name, value, message):
+    found.save(tmp_path / "found.json")
+    made = json.loads((tmp_path / "found.json").read_text())
+    (tmp_path / "found.json").write_text(json.dumps({**made, "plans": [{**made["plans"][0], name: value}]}))
+    with pytest.raises(mt.MeshTensorError, match=f"holds no search: .*({message})"):
+        mt.search(module, 2, CPU, batch=4, known=tmp_path / "found.json", **FEW)
+
+
+def test_what_was_saved_needs_more_memory_than_there_is_now(module, found, tmp_path):
+    found.save(tmp_path / "found.json")
+    limit = sorted(plan.memory for plan in found.plans)[len(found.plans) // 2]
+    known = mt.search(module, 2, CPU, batch=4, memory_limit=limit, known=tmp_path / "found.json", **FEW)
+    assert max(plan.memory for plan in known.plans) <= limit
+    assert known.plans == mt.search(module, 2, CPU, batch=4, memory_limit=limit, **FEW).plans
+
+
+@pytest.mark.parametrize("size", [(0, 12), (60, -1), ("a", 12), (60, 2.5)])
+def test_pictures_of_no_size(found, size):
+    with pytest.raises(mt.MeshTensorError, match=r"(width|height) is (.|\n)*numbers of characters"):
+        found.picture(*size)
+
+
+def test_a_plan_of_nobody(found):
+    with pytest.raises(mt.MeshTensorError, match="5 is nothing that a search found"):
+        found.arguments(5)
 
 
 def test_a_machine_that_is_too_small(module):

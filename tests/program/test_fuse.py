@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import mesh_tensor as mt
-from mesh_tensor.rules.operator.call import operator_name
 
 
 class Cases(nn.Module):
@@ -105,7 +104,7 @@ def test_what_runs_as_one(name):
     for mesh in ({"x": 1}, {"x": 2}):
         run = mt.distribute_module(mod, mesh, {"x": {"x": 0}})
         torch.testing.assert_close(run(*tensors), model(*tensors))
-        assert [n for step in run.program.ops if (n := operator_name(step.call)) in SHOWN] == FUSED[name]
+        assert [n for step in run.program.ops if (n := step.call.operator) in SHOWN] == FUSED[name]
         assert all(f"torch {n}" in run.explain() for n in FUSED[name])
 
 
@@ -116,7 +115,7 @@ def test_a_product_whose_sum_is_split_gets_its_bias_once():
     mod = mt.from_torch(torch.export.export(model, tensors))
     run = mt.distribute_module(mod, {"x": 2}, {"x": {"x": 2}, "w": {"x": 1}}, poison=True)
     torch.testing.assert_close(run(*tensors), model(*tensors))
-    names = [operator_name(step.call) for step in run.program.ops]
+    names = [step.call.operator for step in run.program.ops]
     assert names == ["fused.linear", "add"]  # the all-reduce is between them
 
 
@@ -135,7 +134,7 @@ def test_gradients_of_weights_come_in_the_order_of_the_weight():
     for mesh, layouts in (({"d": 1}, {}), ({"d": 2}, {"input": {"d": 0}})):
         run = mt.distribute_module(step, mesh, layouts)
         loss = run(x, y)
-        names = [operator_name(op.call) for op in run.program.ops]
+        names = [op.call.operator for op in run.program.ops]
         assert "permute_dims" not in names
         torch.testing.assert_close(loss, nn.functional.mse_loss(model(x), y))
         expected = nn.Linear(8, 5)

@@ -51,7 +51,8 @@ def _with_barrier(scene: Scene) -> list[Line]:
         return names(lines) & (bound | {buffer.name for buffer in scene.buffers})
 
     lines = list(scene.lines)
-    places = [n for n in range(1, len(lines)) if held(lines[:n]).isdisjoint(names(lines[n:]))]
+    ends = [n for n in range(1, len(lines)) if isinstance(lines[n], str) or lines[n].header != "else"]
+    places = [n for n in ends if held(lines[:n]).isdisjoint(names(lines[n:]))]
     if not places:
         return lines
     place = scene.pick(places)

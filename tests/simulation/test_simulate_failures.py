@@ -58,3 +58,14 @@ def test_a_rate_that_is_missing_is_to_be_pasted():
     with pytest.raises(mt.MeshTensorError) as caught:
         mt.simulate(func, machine)
     assert "flops={**machine.flops, 'float32': ...}" in str(caught.value)
+
+
+@pytest.mark.parametrize("most", ["a", -1, 2.5])
+def test_no_number_of_what_costs_most(most):
+    with pytest.raises(mt.MeshTensorError, match=f"most is '?{most}'?(.|\\n)*how many to name"):
+        mt.simulate(kernel(), "h100").why(most)
+
+
+def test_a_dtype_that_there_is_not():
+    with pytest.raises(mt.MeshTensorError, match="no numpy dtype for 'nope'"):
+        mt.Machine.preset("h100").peak("nope")

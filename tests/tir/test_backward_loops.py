@@ -4,7 +4,7 @@ the same order."""
 import pytest
 from tvm import arith, tirx
 
-from mesh_tensor.tir.backward_loops import MARK, backward, forward, is_backward
+from mesh_tensor.tir.loops import BACKWARD, backward, forward, is_backward
 
 STEP, ROW = tirx.Var("step", "int32"), tirx.Var("row", "int32")
 A = tirx.decl_buffer((16,), "float32", "A")
@@ -63,7 +63,7 @@ def test_a_part_of_the_range_is_walked_back():
 )
 def test_what_does_not_walk_back_stays(stays):
     made = forward(function(stays)).body
-    assert MARK not in made.annotations
+    assert BACKWARD not in made.annotations
 
 
 def test_a_loop_as_long_as_its_row_says():

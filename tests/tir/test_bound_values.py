@@ -3,8 +3,8 @@
 import pytest
 from tvm import tirx
 
-from mesh_tensor.tir.bound_values import with_values_in_place
 from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.plain_statements import with_values_in_place
 
 VAR, OTHER = tirx.Var("value", "float32"), tirx.Var("other", "float32")
 A, B = tirx.decl_buffer((4,), "float32", "A"), tirx.decl_buffer((4,), "float32", "B")

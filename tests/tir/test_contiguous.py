@@ -3,7 +3,7 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor.tir.contiguous import with_contiguous_rows
+from mesh_tensor.tir.plain_statements import with_contiguous_rows
 
 ROWS, COLUMNS = 13, 10
 

@@ -3,7 +3,7 @@
 import tilelang.language as T
 from tvm import ir
 
-from mesh_tensor.tir.early_exits import without_early_exits
+from mesh_tensor.tir.plain_statements import without_early_exits
 
 
 def exits():

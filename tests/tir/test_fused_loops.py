@@ -5,7 +5,7 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor.tir.fused_loops import fuse, unfuse
+from mesh_tensor.tir.double_loops import fuse, unfuse
 
 
 def scale(batch, heads, width, *, extra=False):

@@ -6,7 +6,7 @@ import torch
 from tvm import tirx
 
 from kernels.quantized import promoted_matmul
-from mesh_tensor.tir.intervals import join, with_intervals
+from mesh_tensor.tir.double_loops import join, with_intervals
 from tests.lowering.support import assert_right, lowered, nodes, outline, text
 
 _DIMS = {"A": {"x": 1}, "B": {"x": 1}}

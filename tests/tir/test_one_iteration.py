@@ -3,8 +3,8 @@
 import tilelang.language as T
 from tvm import ir, tirx
 
+from mesh_tensor.tir.loops import ONE_ITERATION, is_one_iteration, one_iteration, shorten
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.short_loops import ONE_ITERATION_MARK, is_one_iteration, one_iteration, shorten
 
 
 def _store(at):
@@ -29,7 +29,7 @@ def test_some_iterations_are_left():
     k, v, x = (tirx.Var(name, "int32") for name in "kvx")
     only = one_iteration(v, 4, k, _store(v * 8)).body
     shifted = tirx.IfThenElse(tirx.EQ(v + x * 2, k), only.then_case, None)
-    loop = tirx.For(v, 0, 2, tirx.ForKind.SERIAL, shifted, None, {ONE_ITERATION_MARK: 1})
+    loop = tirx.For(v, 0, 2, tirx.ForKind.SERIAL, shifted, None, {ONE_ITERATION: 1})
     (condition,) = nodes(shorten(_outer(k, loop)), tirx.IfThenElse)
     assert ir.structural_equal(condition.condition, tirx.And(k - x * 2 >= 0, k - x * 2 < 2))
 
@@ -38,7 +38,7 @@ def test_what_was_changed_otherwise_stays():
     k, v = tirx.Var("k", "int32"), tirx.Var("v", "int32")
     for condition in (tirx.EQ(v * 2, k), tirx.EQ(v, k + v), tirx.LT(v, k)):
         loop = tirx.For(
-            v, 0, 4, tirx.ForKind.SERIAL, tirx.IfThenElse(condition, _store(v), None), None, {ONE_ITERATION_MARK: 1}
+            v, 0, 4, tirx.ForKind.SERIAL, tirx.IfThenElse(condition, _store(v), None), None, {ONE_ITERATION: 1}
         )
         assert ir.structural_equal(shorten(_outer(k, loop)), _outer(k, loop))
 

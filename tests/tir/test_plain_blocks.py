@@ -3,7 +3,7 @@ from tvm import tirx
 
 import mesh_tensor as mt
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.plain_blocks import with_plain_blocks
+from mesh_tensor.tir.plain_statements import with_plain_blocks
 
 
 @T.prim_func

@@ -3,7 +3,7 @@
 import pytest
 from tvm import arith, tirx
 
-from mesh_tensor.tir.short_loops import MARK, lengthen, shorten
+from mesh_tensor.tir.loops import SHORT, lengthen, shorten
 
 LENGTH = 6
 K, BLOCK = tirx.Var("k", "int32"), tirx.Var("block", "int32")
@@ -45,8 +45,8 @@ CONDITIONS = {
 def test_short_again(name):
     condition, holds = CONDITIONS[name]
     body = tirx.IfThenElse(condition, STORE, None)
-    made = shorten(tirx.For(K, 0, LENGTH, tirx.ForKind.SERIAL, body, None, {MARK: True}))
-    assert MARK not in made.annotations
+    made = shorten(tirx.For(K, 0, LENGTH, tirx.ForKind.SERIAL, body, None, {SHORT: True}))
+    assert SHORT not in made.annotations
     assert isinstance(made.body, tirx.IfThenElse) == (name in ("no bounds", "half of it"))
     for block in range(5):
         assert iterations(made, block) == [k for k in range(LENGTH) if holds(k, block)]

@@ -66,6 +66,7 @@ class Pipeline:
         self._flow, self._options = flow, options
         self._signature = ModuleSignature(flow.mod, flow.function)
         self._whole = self._signature.weights(weights, "cpu")
+        self._open = self._signature.is_open(self._whole)
         self._check_state()
         self._whole |= {name: self._whole[name].clone() for name in flow.state}  # the model may write its own
         self.trained = trained_weights(flow, self._whole, train)
@@ -151,14 +152,16 @@ class Pipeline:
 
     def _prepared(self, batch: Sequence[Any], named: Mapping[str, Any]) -> list[Microbatch]:
         """The microbatches of a batch, with the stages for their sizes."""
-        tensors = self._signature.bind(self._whole, *call_tensors(self._form, batch, named))
+        given = self._signature.passed(self._whole, *call_tensors(self._form, batch, named))
+        tensors = {**self._whole, **given}
         parts = split_batch(self._signature, {name: tensors[name] for name in self.inputs}, self.microbatches)
+        checked = tensors if self._open else {}  # weights of known sizes were checked before
         known: dict[tuple[torch.Size, ...], tuple[StageFragments, ...]] = {}
         plans = []
         for part in parts:
             shapes = tuple(tensor.shape for tensor in part.values())
             if shapes not in known:
-                known[shapes] = self._planned.of(self._signature.check({**tensors, **part}))
+                known[shapes] = self._planned.of(self._signature.check({**checked, **part}))
             plans.append(known[shapes])
         if self._checks_indices:
             for here in plans[0]:

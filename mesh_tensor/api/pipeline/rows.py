@@ -205,8 +205,9 @@ class Row:
         part, carrier = self._microbatches[microbatch], self._carrier
         value = here.valued[name]
         dtype = here.types[value][1]
-        seed = torch.tensor(part.seed * part.scale, dtype=dtype)
-        total = carrier.place(here, name, seed) if value == self._loss else None
+        total = None
+        if value == self._loss:
+            total = carrier.place(here, name, torch.tensor(part.seed * part.scale, dtype=dtype))
         for there in _takers(here, part.stages, value):
             found = carrier.take(here, there, name, microbatch)
             total = found if total is None else carrier.add(total, found)

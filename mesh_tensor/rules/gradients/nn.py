@@ -1,16 +1,18 @@
 """Gradients of matrix products, of neural network operators, of those that take or put elements by index, and of
-torch's own: those of their torch functions."""
+torch's own: those of their torch functions; and of what leads into manual computations and out of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from string import ascii_lowercase
 
+import numpy
 from tvm import relax
 
 from mesh_tensor.rules.operator.aten import ANY, ATEN
 from mesh_tensor.rules.operator.dropout import DROPOUT, dropout_call, dropout_of
 from mesh_tensor.rules.operator.linear_algebra import FFT, GROUPED
+from mesh_tensor.rules.operator.manual import ALL_DEVICES, OF_DEVICE, PER_DEVICE, axes_of, devices_call
 
 from .table import Backward, Gradient, differentiated, gradient, zeros
 
@@ -97,3 +99,24 @@ def _turned(b: Backward, x: relax.Expr, ndim: int) -> relax.Expr:
 
 
 gradient("einsum", "outer", FFT, GROUPED)(differentiated)
+
+
+@gradient(PER_DEVICE)
+def per_device(b: Backward) -> Sequence[Gradient]:
+    return [b.emit(devices_call(ALL_DEVICES, b.d, axes_of(b.call), b.call.inputs[0].shape))]
+
+
+@gradient(ALL_DEVICES)
+def all_devices(b: Backward) -> Sequence[Gradient]:
+    return [b.emit(devices_call(PER_DEVICE, b.d, axes_of(b.call), b.call.inputs[0].shape))]
+
+
+@gradient(OF_DEVICE)
+def of_device(b: Backward) -> Sequence[Gradient]:
+    """Nothing depends on what other devices have."""
+    (given,), place = b.call.inputs, b.call.literals[-1]
+    there = numpy.zeros(given.shape[: len(place)], dtype=bool)
+    there[place] = True
+    mask = relax.const(there.reshape(*there.shape, *(1 for _ in given.shape[len(place) :])))
+    everywhere = b.emit(op.broadcast_to(b.d, relax.ShapeExpr(given.shape)))
+    return [b.emit(op.where(mask, everywhere, b.emit(zeros(given))))]

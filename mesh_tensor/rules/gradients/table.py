@@ -10,7 +10,7 @@ from tvm import relax
 
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.rules.operator.call import OpCall, operator_name, tensor_infos
+from mesh_tensor.rules.operator.call import OpCall, tensor_infos
 from mesh_tensor.rules.operator.rule import rule_of
 from mesh_tensor.rules.operator.shape import reshaped
 from mesh_tensor.rules.operator.vjp import vjp_call
@@ -110,7 +110,7 @@ def gradients_of(backward: Backward, where: str) -> list[Gradient]:
     Raises:
         MeshTensorError: the operator has none.
     """
-    name = operator_name(backward.call)
+    name = backward.call.operator
     if name not in _GRADIENTS:
         refuse(
             f"operator R.{name} has no gradient",

@@ -2,7 +2,7 @@
 pages that a table names.
 
 Such an index walks its dim in an order that nobody follows. Where it is proved to be a block of the dim, the
-statements around it go into a loop over all blocks of which one iteration does something (tir.short_loops): that
+statements around it go into a loop over all blocks of which one iteration does something (tir.loops): that
 changes nothing, and the loop walks the dim in order, so an axis can split it. The local kernel then skips the blocks of
 other devices. Of a place that is loaded nothing is proved: one that is no block counts as the nearest, of which what is
 copied is 0, as T.copy reads what lies outside.
@@ -17,9 +17,9 @@ from tvm import arith, ir, tirx
 
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name
 from mesh_tensor.tir.linear import Linear, holds_always, linear_form, loop_ranges, vars_of
+from mesh_tensor.tir.loops import one_iteration
 from mesh_tensor.tir.nodes import loads, nodes
 from mesh_tensor.tir.rewrite import region_call, tile_op, with_other_dims
-from mesh_tensor.tir.short_loops import one_iteration
 from mesh_tensor.tir.user_reports import prints
 
 from .factor_derivation import Dim

@@ -13,8 +13,8 @@ from tvm import ir, tirx
 
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.tir.loops import is_one_iteration
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.short_loops import is_one_iteration
 
 from .reader import read_kernel
 from .statements import Statement

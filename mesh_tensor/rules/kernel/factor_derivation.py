@@ -222,7 +222,7 @@ class _Round:
     def _relate(self, a: _Walked, b: _Walked) -> bool:
         """What one statement's walking two dims says of their factors; returns whether they became one."""
         factor, other = self._root(a.factor), self._root(b.factor)
-        if factor is not other and not a.form.shares_vars(b.form):
+        if factor is not other and a.form.terms.keys().isdisjoint(b.form.terms):
             return False
         if a.form.same_as(b.form) and not _same_buffer(a, b):
             if factor is other:

@@ -18,8 +18,8 @@ from itertools import combinations
 
 from tvm import ir, tirx
 
+from mesh_tensor.tir.double_loops import unfuse
 from mesh_tensor.tir.effects import thread_indices
-from mesh_tensor.tir.fused_loops import unfuse
 from mesh_tensor.tir.linear import Linear
 from mesh_tensor.tir.nodes import int_or, loads
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims

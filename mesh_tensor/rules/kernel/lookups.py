@@ -16,8 +16,8 @@ from tvm import tirx
 
 from mesh_tensor.base.window import Reach, Reaches
 from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.loops import running
 from mesh_tensor.tir.nodes import same_expression
-from mesh_tensor.tir.short_loops import running
 
 from .bounded_indices import Distance
 from .coordinates import Coordinates

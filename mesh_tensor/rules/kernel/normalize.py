@@ -17,18 +17,14 @@ from tvm import arith, ir, tirx
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import made_once
-from mesh_tensor.tir.backward_loops import forward
-from mesh_tensor.tir.bound_values import with_values_in_place
-from mesh_tensor.tir.early_exits import without_early_exits
+from mesh_tensor.tir.double_loops import unfuse, with_intervals
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointers, written
-from mesh_tensor.tir.fused_loops import unfuse
-from mesh_tensor.tir.intervals import with_intervals
 from mesh_tensor.tir.linear import loop_ranges
+from mesh_tensor.tir.loops import forward, lengthen
 from mesh_tensor.tir.nodes import function_name, is_const, loads, nodes
-from mesh_tensor.tir.plain_blocks import with_plain_blocks
+from mesh_tensor.tir.plain_statements import with_plain_blocks, with_values_in_place, without_early_exits
 from mesh_tensor.tir.reducers import parts_of, without_reducers
 from mesh_tensor.tir.rewrite import call_like, loop_like, number, sequence, with_indices
-from mesh_tensor.tir.short_loops import lengthen
 from mesh_tensor.tir.tile_ops import Fill, Region, parse_tile_op
 from mesh_tensor.tir.tile_position import as_helper, text_of
 from mesh_tensor.tir.user_reports import mark_prints
@@ -40,8 +36,8 @@ ANALYSES = 64  # of what a kernel is, whatever its layout, that are kept
 
 
 def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The same kernel, in which every index is an expression of loop variables, and no memory goes by two names; it is
-    not annotated.
+    """The same kernel, in which every index is an expression of loop variables, every one of which is of one loop, and
+    no memory goes by two names; it is not annotated.
 
     Raises:
         MeshTensorError: a buffer is in no memory that is known, a view is not understood, or integers are divided by 0.
@@ -69,13 +65,20 @@ class _Source:
 @made_once(ANALYSES)
 def _normalized(source: _Source) -> tirx.PrimFunc:
     _refuse_division_by_0(source.func)
-    func = without_early_exits(with_plain_blocks(source.func))
+    func = without_early_exits(with_plain_blocks(_with_own_variables(source.func)))
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
     func = with_values_in_place(_inline_bindings(func))
     func = _with_plain_extents(with_plain_single_dims(func))
     func = with_early_fills(with_intervals(func))
     return narrow(lengthen(forward(unfuse(resolve_views(mark_prints(func))))))
+
+
+def _with_own_variables(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """What was made by rewriting may have a statement, or a variable, in two places."""
+    unnamed = func if func.attrs and "global_symbol" in func.attrs else func.with_attr("global_symbol", "main")
+    body = tirx.transform.ConvertSSA()(ir.IRModule({"main": unnamed}))["main"].body
+    return func if body.same_as(func.body) else func.with_body(body)
 
 
 def _refuse_division_by_0(func: tirx.PrimFunc) -> None:

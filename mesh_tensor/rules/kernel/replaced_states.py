@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from mesh_tensor.annotations.combination import Combination, tried_combinations
-from mesh_tensor.tir.backward_loops import is_backward
+from mesh_tensor.tir.loops import is_backward
 from mesh_tensor.tir.nodes import same_expression
 
 from .iterations import Iteration

@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from tvm import arith, tirx
@@ -93,15 +94,15 @@ class Statement:
         assert self.op is not None
         return self.op
 
-    @property
+    @cached_property
     def accesses(self) -> tuple[Access, ...]:
         return self.reads if self.write is None else (self.write, *self.reads)
 
-    @property
+    @cached_property
     def vars(self) -> set[tirx.Var]:
         return {loop.var for loop in self.loops}
 
-    @property
+    @cached_property
     def element_vars(self) -> set[tirx.Var]:
         """The variables of a tile operation's element loops."""
         return {loop.var for loop in self.loops if loop.kind == "tile"}
@@ -112,7 +113,7 @@ class Statement:
         elements = self.element_vars
         return {dim: var for dim, index in enumerate(access.indices) for var in vars_of([index], {}) & elements}
 
-    @property
+    @cached_property
     def bounds(self) -> list[tirx.PrimExpr]:
         """Where the loops around it start, and how far they go, but for constants."""
         return [e for loop in self.loops for e in (loop.min, loop.extent) if not isinstance(e, tirx.IntImm)]

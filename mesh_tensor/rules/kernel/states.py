@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from mesh_tensor.tir.backward_loops import is_backward
 from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.loops import is_backward
 from mesh_tensor.tir.rewrite import number
 
 from .coordinates import Coordinates

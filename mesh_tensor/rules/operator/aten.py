@@ -16,7 +16,7 @@ from tvm import relax
 
 from mesh_tensor.base.errors import refuse
 
-from .call import OpCall, operator_name
+from .call import OpCall
 from .elementwise import broadcast_dims, dims_of
 from .rule import Dim, LocalCall, OpRule, rule
 from .shifts import made_factor, moved
@@ -109,7 +109,7 @@ def any_of(call: OpCall) -> tuple[str, int | None, list[Any], dict[str, Any]]:
 
 def name_of(call: OpCall) -> str:
     """The operator's name for readers: of any operator of torch's, that one's."""
-    name = operator_name(call)
+    name = call.operator
     return f"aten.{any_of(call)[0]}" if name == ANY else name
 
 

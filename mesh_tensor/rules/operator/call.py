@@ -48,13 +48,6 @@ class OpCall:
         return tuple([None if _has_tensor(arg) else plain(arg) for arg in self.expr.args[:]])
 
     @cached_property
-    def operator(self) -> str:
-        """The operator's name; of a packed function that is called, that function's."""
-        if self.name == "call_pure_packed" and isinstance(self.expr.args[0], relax.ExternFunc):
-            return str(self.expr.args[0].global_symbol)
-        return self.name
-
-    @cached_property
     def options(self) -> tuple:
         """Equal for calls of an operator that are told the same beside their operands."""
         attrs = None if self.expr.attrs is None else Structure(self.expr.attrs)
@@ -65,6 +58,13 @@ class OpCall:
         """Equal for calls that differ in nothing but the values of their operands."""
         infos = tuple([Structure(info) for info in self.expr.sinfo_args[:]])
         return self.name, self.inputs, self.outputs, self.options, infos
+
+    @cached_property
+    def operator(self) -> str:
+        """The operator's name; of a packed function that is called, that function's."""
+        if self.name == "call_pure_packed" and isinstance(self.expr.args[0], relax.ExternFunc):
+            return str(self.expr.args[0].global_symbol)
+        return self.name
 
     def on(self, tensors: Sequence[relax.Expr]) -> relax.Call:
         """The call on other tensors of the same shapes, given in the order of `inputs`."""
@@ -126,11 +126,6 @@ def op_call(expr: relax.Call) -> OpCall:
 def op_name(op: relax.Expr) -> str:
     """An operator's name, without "relax."."""
     return op.name.removeprefix("relax.") if isinstance(op, ir.Op) else str(op)
-
-
-def operator_name(call: OpCall) -> str:
-    """`call.operator`."""
-    return call.operator
 
 
 def tensor_infos(info: relax.StructInfo) -> list[relax.StructInfo]:

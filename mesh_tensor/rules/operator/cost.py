@@ -9,7 +9,7 @@ from mesh_tensor.base.dtypes import TensorType, dtype_bits
 from mesh_tensor.base.machine import Machine, Work
 from mesh_tensor.base.machine_presets import CPU
 
-from .call import OpCall, operator_name
+from .call import OpCall
 from .linear_algebra import LINEAR, MATMUL_ADD
 from .nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 from .vjp import VJP, vjp_of
@@ -64,11 +64,11 @@ def count_flops(call: OpCall) -> int:
     Gradients: three times what they are of."""
     if call.name in ("matmul", LINEAR, MATMUL_ADD):
         return 2 * call.outputs[0].elements * call.inputs[0].shape[-1]
-    if operator_name(call) == "loop.row":
+    if call.operator == "loop.row":
         return call.outputs[0].elements
     if call.name == "einsum":
         return 2 * _labelled(call)
-    if operator_name(call) == VJP:
+    if call.operator == VJP:
         return _differentiated(call)
     if call.name.startswith("nn.conv") and len(call.inputs) > 1:
         weight = call.inputs[1]
@@ -105,7 +105,7 @@ def _differentiated(call: OpCall) -> int:
 
 def touched_bytes(call: OpCall) -> int:
     """The bytes that it reads and writes; of gradients, those of three calls on all of their operands."""
-    if operator_name(call) == VJP:
+    if call.operator == VJP:
         return 3 * sum(_nbytes(tensor) for of, _ in vjp_of(call).calls for tensor in (*of.inputs, *of.outputs))
     return sum(read_bytes(call)) + sum(map(_nbytes, call.outputs))
 
@@ -131,7 +131,7 @@ def operator_work(call: OpCall, machine: Machine, copied: bool = False, again: b
     """What a call takes on one device of a machine: its operations, or its operands and results once. Views of operands
     move nothing, unless they are `copied`. Gradients are the operator once more, and twice its work backwards; where
     the machine knows their class, they are that, with the operator once more where it runs `again`."""
-    name = operator_name(call)
+    name = call.operator
     kind = class_of(name)
     if name == VJP:
         return _gradient_work(call, machine, again)
@@ -148,7 +148,7 @@ def pays_apart(call: OpCall) -> bool:
 def _gradient_work(call: OpCall, machine: Machine, again: bool) -> Work:
     calls = [of for of, _ in vjp_of(call).calls]
     parts = [operator_work(of, machine, True) for of in calls]
-    classes = [gradient_class(operator_name(of)) for of in calls]
+    classes = [gradient_class(of.operator) for of in calls]
     if any(each not in machine.classes for each in classes):
         own = machine.roofline(VJP)
         start = machine.launch + own.start + 3 * sum(part.start - machine.launch for part in parts)

@@ -170,6 +170,8 @@ def _collapsed(local: LocalCall) -> relax.Expr:
     skipped = source.ndim - out.ndim
     axes = [d for d in range(source.ndim) if d < skipped or out.shape[d - skipped] != source.shape[d]]
     x = relax.op.astype(local.args[0], "float32") if local.wide else local.args[0]
+    if skipped and len(axes) == skipped:
+        return relax.op.sum(x, axes)
     total = relax.op.sum(x, axes, keepdims=True)
     return relax.op.squeeze(total, list(range(skipped))) if skipped else total
 

@@ -14,7 +14,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.window import Reaches
 
-from .call import OpCall, operator_name, tensor_infos
+from .call import OpCall, tensor_infos
 
 # What a dim of a tensor is made of: a factor; several, major first, whose sizes multiply to the dim's (a reshape); or
 # None: the operator needs (or makes) this dim whole.
@@ -168,7 +168,7 @@ def rule_of(call: OpCall, binding: str = "") -> OpRule:
     Raises:
         MeshTensorError: the operator has no rule.
     """
-    name = operator_name(call)
+    name = call.operator
     if name not in _RULES:
         refuse(
             f"operator R.{call.name} has no sharding rule",

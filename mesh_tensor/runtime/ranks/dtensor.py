@@ -191,7 +191,6 @@ def to_dtensor(tensor: MeshTensor, device_mesh: DeviceMesh | None = None) -> DTe
     """The MeshTensor, which every rank has as a whole, as a DTensor: each rank keeps its own tile. Nothing is sent.
 
     Without `device_mesh`, the devices of the tensor's mesh are all ranks there are, in their order."""
-    ranks = ranks_of(tensor.mesh, device_mesh, tensor.device.type)
     sharding = tensor.sharding
     if not lies_like_torch(sharding, tensor.shape):
         axes = [axes for axes in sharding.dims if len(axes) > 1]
@@ -201,6 +200,7 @@ def to_dtensor(tensor: MeshTensor, device_mesh: DeviceMesh | None = None) -> DTe
             "torch splits it differently",
             fix=f"redistribute it first, for example to '{major_only(sharding)}'",
         )
+    ranks = ranks_of(tensor.mesh, device_mesh, tensor.device.type)
     return as_dtensor(tensor.tile(ranks.rank).clone(), ranks.device_mesh, sharding, tensor.shape)
 
 

@@ -50,10 +50,8 @@ def accesses(stmt: tirx.Stmt) -> list[MemoryAccess] | None:
         elif isinstance(part, tirx.BufferStore):
             found.append(MemoryAccess(part.buffer, tuple(part.indices), True))
             found += [access for expr in (part.value, *part.indices) for access in _loads(expr)]
-        elif isinstance(part, tirx.For):
-            found += [*_loads(part.min), *_loads(part.extent)]
-        elif isinstance(part, tirx.IfThenElse):
-            found += _loads(part.condition)
+        elif isinstance(part, tirx.For | tirx.IfThenElse):
+            found += [access for expr in expressions(part) for access in _loads(expr)]
         elif not isinstance(part, tirx.SeqStmt):
             return None
     return [access for access in found if access.buffer.data not in own]
@@ -73,7 +71,7 @@ def expressions(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
     if isinstance(stmt, tirx.Evaluate | tirx.Bind):
         return [stmt.value]
     if isinstance(stmt, tirx.For):
-        return [stmt.min, stmt.extent]
+        return [stmt.min, stmt.extent, *([] if stmt.step is None else [stmt.step])]
     return [stmt.condition] if isinstance(stmt, tirx.IfThenElse | tirx.While) else []
 
 

@@ -15,8 +15,8 @@ from tvm.tirx.stmt_functor import ir_transform, substitute
 
 from mesh_tensor.tir.rewrite import sequence, statements
 
-from .exprs import PREFETCH, const, loop_nest
-from .fuse import MemoryAccess, accesses, contiguous
+from .exprs import PREFETCH, const, is_pure_index, loop_nest
+from .fuse import MemoryAccess, accesses, contiguous, walk
 from .reduce import LANES, is_total
 
 _PREFETCHED = ("float16", "bfloat16", "float32", "float64")
@@ -63,13 +63,17 @@ def _has_totals(loop: tirx.For) -> bool:
 
 def _rows(other: tirx.Stmt, loop: tirx.For, params: frozenset[tirx.Var]) -> list[MemoryAccess]:
     """What `other`, a loop as long as `loop`, accesses of the kernel's parameters one element after the other, in terms
-    of `loop`'s variable."""
+    of `loop`'s variable; at places that are known without it: what they are read from may be guarded there."""
     if not isinstance(other, tirx.For) or int(loop.extent) != getattr(other.extent, "value", -1):
         return []
+    inner = {part.loop_var for part in walk(other.body) if isinstance(part, tirx.For)}
     return [
         MemoryAccess(a.buffer, tuple(substitute(i, {other.loop_var: loop.loop_var}) for i in a.indices), a.writes)
         for a in accesses(other) or []
-        if a.buffer.data in params and a.buffer.dtype in _PREFETCHED and contiguous(a.indices, other.loop_var)
+        if a.buffer.data in params
+        and a.buffer.dtype in _PREFETCHED
+        and contiguous(a.indices, other.loop_var)
+        and all(is_pure_index(i) and inner.isdisjoint(tirx.analysis.undefined_vars(i)) for i in a.indices)
     ]
 
 

@@ -169,6 +169,8 @@ def _cleared(after: Sequence[tirx.Stmt], buffer: tirx.Buffer) -> list[tirx.Stmt]
     and surely happens."""
     for place, stmt in enumerate(after):
         if not uses_of(buffer.data, stmt):
+            if _may_leave(stmt):
+                return None
             continue
         if isinstance(stmt, tirx.For):
             changed = _cleared_in_first(stmt, buffer)
@@ -183,14 +185,19 @@ def _cleared_in_first(loop: tirx.For, buffer: tirx.Buffer) -> tirx.Stmt | None:
     if int_or(loop.extent, 0) < 1 or loop.step is not None:
         return None
     parts = statements(loop.body)
-    place = next(place for place, part in enumerate(parts) if uses_of(buffer.data, part))
-    if any(op_name(call) in _LEAVES_LOOP for part in parts[:place] for call in nodes(part, tirx.Call)):
+    place = next((place for place, part in enumerate(parts) if uses_of(buffer.data, part)), None)
+    if place is None or any(map(_may_leave, parts[:place])):
         return None
     changed = _clearing(parts[place], tirx.Cast("int32", tirx.EQ(loop.loop_var, loop.min)), buffer)
     if changed is None:
         return None
     body = sequence([*parts[:place], changed, *parts[place + 1 :]])
     return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, body)
+
+
+def _may_leave(stmt: tirx.Stmt) -> bool:
+    """Whether what follows a statement may be left out after it."""
+    return any(op_name(call) in _LEAVES_LOOP for call in nodes(stmt, tirx.Call))
 
 
 def _clearing(stmt: tirx.Stmt, when: tirx.PrimExpr, buffer: tirx.Buffer) -> tirx.Stmt | None:

@@ -17,8 +17,8 @@ from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir.effects import FIX, FROM, changes_nothing, op_name, refuse_thread_groups
-from mesh_tensor.tir.grid_barriers import without_grid_barriers
-from mesh_tensor.tir.nodes import function_name, is_const
+from mesh_tensor.tir.grids import without_grid_barriers
+from mesh_tensor.tir.nodes import function_name, is_const, loads, nodes
 from mesh_tensor.tir.reducers import parts_of
 from mesh_tensor.tir.rewrite import sequence
 from mesh_tensor.tir.tile_ops import Region, TileOp, parse_tile_op
@@ -44,6 +44,7 @@ class _Retarget:
     def __init__(self, func: tirx.PrimFunc) -> None:
         self._func = func
         self._kernel = function_name(func)
+        self._params = frozenset(buffer.data for buffer in func.buffer_map.values())
         self._bounds = Bounds()
         self._safe_values: dict[tirx.Var, tirx.PrimExpr] = {}
         self._tile_ops = TileOps(self._bounds, self._safe_values, self._kernel)
@@ -75,7 +76,7 @@ class _Retarget:
                 if isinstance(size, tirx.Var):
                     self._bounds.not_negative(size)
         body = self._stmt(func.body) or tirx.Evaluate(const(0, "int32"))
-        params = frozenset(buffer.data for buffer in func.buffer_map.values())
+        params = self._params
         body = group_rows(lean_products(body), params)
         body = contract_blocks(fuse_loops(body, params), params)
         body = step_by_lanes(body, params)
@@ -145,8 +146,24 @@ class _Retarget:
             self._in_scope.discard(loop.loop_var)
             if body is not None:
                 step = None if loop.step is None else self._expr(loop.step)
-                body = tirx.For(loop.loop_var, begin, extent, tirx.ForKind.SERIAL, body, step=step)
+                body = self._with_bounds(loop.loop_var, begin, extent, step, body)
         return body
+
+    def _with_bounds(self, var: tirx.Var, *bounds_and_body: Any) -> tirx.Stmt:
+        """The loop, with bounds that its body may change taken before it: C asks for them in every iteration."""
+        *bounds, body = bounds_and_body
+        before = [tirx.Bind(tirx.Var("bound", b.dtype), b) for b in bounds if b is not None and self._changes(body, b)]
+        kept = {bind.value: bind.var for bind in before}
+        begin, extent, step = (kept.get(bound, bound) for bound in bounds)
+        return sequence([*before, tirx.For(var, begin, extent, tirx.ForKind.SERIAL, body, step=step)])
+
+    def _changes(self, body: tirx.Stmt, bound: tirx.PrimExpr) -> bool:
+        read = {load.buffer.data for load in loads(bound)}
+        if not read:
+            return False
+        changed = {store.buffer.data for store in nodes(body, tirx.BufferStore)}
+        changed |= {call.args[0].buffer.data for call in nodes(body, tirx.Call) if op_name(call) == "tirx.address_of"}
+        return bool(read & changed or (read & self._params and changed & self._params))
 
     def _simplified(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
         expr = self._expr(expr)

@@ -51,7 +51,9 @@ class _RowGroups:
     def _grouped(self, parts: list[tirx.Stmt]) -> list[tirx.Stmt]:
         for place, nest in enumerate(parts):
             store = whole_store(nest, self._own)
-            if store is None or len(store.buffer.shape) != 2 or uses_of(store.buffer.data, self._body) != 2:
+            if store is None or [type(index) for index in store.indices] != [tirx.Var, tirx.Var]:
+                continue
+            if uses_of(store.buffer.data, self._body) != 2:
                 continue
             after = parts[place + 1 :]
             user = next((at for at, stmt in enumerate(after) if uses_of(store.buffer.data, stmt)), None)

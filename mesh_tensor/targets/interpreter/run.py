@@ -13,7 +13,7 @@ from tvm import tirx
 from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.tir.effects import refuse_thread_groups
-from mesh_tensor.tir.grid_barriers import without_grid_barriers
+from mesh_tensor.tir.grids import without_grid_barriers
 from mesh_tensor.tir.nodes import function_name
 
 from .expressions import compile_expr

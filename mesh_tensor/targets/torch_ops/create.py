@@ -46,6 +46,8 @@ def _arange(call: OpCall) -> Function:
             why=f"TVM takes it for {count} elements, as it does not count a negative step right",
             fix="make it with a positive step and flip it",
         )
+    if (start, step) == (0, 1) and dtype is torch.int64:
+        return lambda: torch.arange(count)
     wide = torch.float64 if isinstance(start, float) or isinstance(step, float) else torch.int64
     return lambda: (torch.arange(count, dtype=wide) * step + start).to(dtype)
 

@@ -11,7 +11,7 @@ import torch
 from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.rules.operator.call import OpCall, operator_name
+from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 
 from .table import Function, Place, placed_torch_op, torch_op
@@ -69,7 +69,7 @@ class _Held:
     def __init__(self, call: OpCall, place: Place, instead: str) -> None:
         _, shape, text, axis, *self.mode = call.literals
         if place.mesh is None:
-            name = operator_name(call)
+            name = call.operator
             refuse(f"{name} is an operator of one device of a mesh", fix=f"use {instead} in a module in global view")
         sharding, self.dim, self._call, self._place = (
             Sharding.parse(place.mesh, len(shape), text),
@@ -172,7 +172,7 @@ def refuse_outside(call: OpCall, index: Tensor, lowest: int, size: int) -> None:
     low, high = (int(bound) for bound in torch.aminmax(index))
     if low < lowest or high >= size:
         refuse(
-            f"R.{operator_name(call)}: indices from {low} to {high} into a dim of {size}",
+            f"R.{call.operator}: indices from {low} to {high} into a dim of {size}",
             where=str(call.expr),
             fix="keep indices inside the dim; on a mesh, check_indices=False leaves this out, and gives NaN for them",
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.rules.operator.call import OpCall, operator_name
+from mesh_tensor.rules.operator.call import OpCall
 
 from .table import Function, torch_op
 
@@ -49,7 +49,7 @@ def _unique(call: OpCall) -> Function:
 
 def _numbers(call: OpCall) -> tuple:
     """sorted, return_index, return_inverse, return_counts, and the axis, if there is one."""
-    literals = tuple(call.literals)[operator_name(call).startswith("mesh.") :]  # without the function's name
+    literals = tuple(call.literals)[call.operator.startswith("mesh.") :]  # without the function's name
     return (*literals, *("",) * (5 - len(literals)))
 
 
@@ -62,7 +62,7 @@ def _as_said(call: OpCall, function: Function) -> Function:
         results = made if isinstance(made, tuple) else (made,)
         found = [tuple(result.shape) for result in results]
         if said and found != said:
-            name = operator_name(call).removeprefix("mesh.")
+            name = call.operator.removeprefix("mesh.")
             facts = [", ".join(map(str, shapes)) for shapes in (found, said)]
             refuse(
                 f"R.{name} gives {facts[0]}, but the module says {facts[1]}",

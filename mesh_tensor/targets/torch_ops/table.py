@@ -15,7 +15,7 @@ import torch
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.rules.operator.call import OpCall, operator_name
+from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.linear_algebra import LINEAR, MATMUL_ADD
 from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -142,7 +142,7 @@ def untyped_function(
     call: OpCall, mesh: Mesh | None = None, rank: int = 0, valid: tuple[Valid, ...] | None = None
 ) -> Function:
     """As :func:`torch_function`, but a single result may come bare, and the dtypes are those that torch gives."""
-    name = operator_name(call)
+    name = call.operator
     if name not in _MAKERS:
         refuse(
             f"operator R.{name} has no torch function",

@@ -45,7 +45,7 @@ def rule_raises_on_one_rank(rank: int) -> list[str]:
         before, gradients = run.weights(), run.gradients()
         begin = time.monotonic()
         texts.append(refusal(lambda bad=bad, rule=rule: run.update(rule if rank == bad else descend)))
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 30  # the group's timeout is twice that
         for old, now in ((before, run.weights()), (gradients, run.gradients())):
             assert all(torch.equal(old[name], now[name]) for name in old)
     texts.append(refusal(lambda: run.update(raising)))
@@ -78,7 +78,7 @@ def calls_differ(rank: int) -> list[str]:
         odd = 2 if len(texts) % 2 else 1
         begin = time.monotonic()
         texts.append(refusal(calls[one if rank == odd else others]))
-        assert time.monotonic() - begin < 10, (one, others)
+        assert time.monotonic() - begin < 30, (one, others)
         mt.resume(run.topology)
         if "run" in (one, others):
             assert "there are no gradients yet" in refusal(run.gradients)

@@ -12,7 +12,7 @@ import mesh_tensor as mt
 from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.rules.gradients import has_gradient, stops_gradients
 from mesh_tensor.rules.operator import rule_of
-from mesh_tensor.rules.operator.call import op_call, operator_name
+from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.rule import _RULES as rules
 from mesh_tensor.rules.operator.vjp import VJP
 from mesh_tensor.runtime.sequential import run_sequential
@@ -70,7 +70,7 @@ def _example(case):
 def _is_differentiable(case):
     call = case.call()
     floats = [any("float" in tensor.dtype for tensor in tensors) for tensors in (call.inputs, call.outputs)]
-    return all(floats) and has_gradient(operator_name(call))
+    return all(floats) and has_gradient(call.operator)
 
 
 MORE = {
@@ -117,7 +117,7 @@ def _vjps(module, tensors):
             operands = [x for arg in binding.value.args for x in _tensors(arg, values)]
             results = torch_function(call)(*operands)
             values[binding.var] = results if len(results) > 1 else results[0]
-            if operator_name(call) == VJP:
+            if call.operator == VJP:
                 yield call, operands
         elif isinstance(binding.value, relax.TupleGetItem):
             values[binding.var] = values[binding.value.tuple_value][binding.value.index]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tvm import relax
 
 from mesh_tensor.rules.operator import has_rule
-from mesh_tensor.rules.operator.call import operator_name
 from tests.targets.torch_ops import (
     test_aten,
     test_conv,
@@ -173,4 +172,4 @@ CASES: dict[str, Case] = {
     for name, case in module.CASES.items()
 } | {f"more: {name}": case for name, case in _MORE.items()}
 
-CASES = {name: case for name, case in CASES.items() if has_rule(operator_name(case.call()))}
+CASES = {name: case for name, case in CASES.items() if has_rule(case.call().operator)}

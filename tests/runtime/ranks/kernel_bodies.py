@@ -245,6 +245,7 @@ def mesh_tensors(rank):
 def docs_page(rank, code, port):
     """The Python of a page, as torchrun starts it."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the port is that of a store that is there
     found = runpy.run_path(code)
     expected = found["a"].full_tensor() @ found["b"].full_tensor()
     torch.testing.assert_close(found["c"].to_local(), expected, rtol=1e-4, atol=1e-3)

@@ -4,6 +4,7 @@ Processes come from a fork server that has imported everything, so a launch take
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -45,7 +46,7 @@ def run(body: Callable[[int], Any], count: int, *, timeout: float = TIMEOUT, gro
     rank does not end. A rank that leaves without a word counts as None."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
-        pipes = [_context.Pipe(duplex=False) for _ in range(count)]
+        pipes = [_context.Pipe() for _ in range(count)]
         processes = [
             _context.Process(target=_rank, args=(body, rank, count, store, timeout, group, pipes[rank][1]), daemon=True)
             for rank in range(count)
@@ -57,8 +58,10 @@ def run(body: Callable[[int], Any], count: int, *, timeout: float = TIMEOUT, gro
         try:
             outcomes = _collect([receiver for receiver, _ in pipes])
         finally:
+            for receiver, _ in pipes:
+                receiver.close()  # lets the ranks end
             for process in processes:
-                process.join(0 if process.is_alive() and time.monotonic() else 5)
+                process.join(5)
                 if process.is_alive():
                     process.kill()
     failures = [f"--- rank {rank} ---\n{text}" for rank, (kind, text) in enumerate(outcomes) if kind == "failed"]
@@ -106,5 +109,6 @@ def _rank(
     except BaseException:
         outcome = ("failed", traceback.format_exc())
     sender.send(outcome)
-    sender.close()
+    with contextlib.suppress(EOFError, OSError):
+        sender.recv()  # never sent: it ends when all have said how they ended, as others may still connect to this one
     os._exit(0)  # a group whose ranks failed can't be torn down in an orderly way

@@ -20,7 +20,7 @@ from .support import refusal
 M, N, K = 6, 4, 8
 
 
-def _join(folder, name, rank, count, timeout=20):
+def _join(folder, name, rank, count, timeout=60):
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/{name}",
@@ -65,7 +65,7 @@ def kept_across_groups(rank, folder):
 def _settled(wanted):
     """What is held when threads that are about to end have done so."""
     gc.collect()
-    end = time.monotonic() + 2
+    end = time.monotonic() + 30
     while any(now > most for now, most in zip(_held(), wanted, strict=True)) and time.monotonic() < end:
         time.sleep(0.05)
     return _held()

@@ -15,7 +15,7 @@ import mesh_tensor as mt
 from tests.runtime.programs import kernel_of, matmul_k_split, matmul_kernel
 
 from .fault_bodies import assert_usable, k_split
-from .support import refusal
+from .support import refusal, say, wait_for
 
 
 def refused_on_one_rank(rank):
@@ -25,7 +25,7 @@ def refused_on_one_rank(rank):
     begin = time.monotonic()
     texts = [refusal(lambda: kern.local(a.double() if rank == 1 else a, a))]
     texts += [refusal(lambda: kern.local(a, a)), refusal(lambda: kern.local(a, a))]
-    assert time.monotonic() - begin < 3  # the timeout is a minute
+    assert time.monotonic() - begin < 30  # the timeout is a minute
     assert_usable()
     mt.resume({"x": 2})
     for number in range(20):
@@ -118,14 +118,17 @@ def first_calls_of_two_threads(rank):
 def late_at_the_first_call(rank):
     """Rank 1 comes to the first call when rank 0 waits no longer. Then both begin again with a new process group."""
     os.environ["MESH_TENSOR_TIMEOUT"] = "1"
-    kern, a, store = k_split(), torch.ones(4, 4), dist.distributed_c10d._get_default_store()
+    kern, a, store, times = k_split(), torch.ones(4, 4), dist.distributed_c10d._get_default_store(), []
     if rank == 1:
-        store.get("gave up")  # waits for it
+        wait_for("gave up")
     texts = [refusal(lambda: kern.local(a, a))]
-    begin = time.monotonic()
-    texts += [refusal(lambda: kern.local(a, a)), refusal(lambda: mt.resume({"x": 2}))]
-    assert time.monotonic() - begin < 0.5
-    store.set("gave up", "")
+    for _ in range(5):  # one of them is not held up by what else the machine does
+        begin = time.monotonic()
+        again = [refusal(lambda: kern.local(a, a)), refusal(lambda: mt.resume({"x": 2}))]
+        times.append(time.monotonic() - begin)
+    texts += again
+    assert min(times) < 0.5
+    say("gave up")
     del os.environ["MESH_TENSOR_TIMEOUT"]
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
@@ -155,7 +158,7 @@ def resumes_without_a_rank(rank):
     refusal(lambda: kern.local(a, a))
     begin = time.monotonic()
     text = refusal(lambda: mt.resume({"x": 2}))
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30  # the group's timeout is twice that
     return text
 
 
@@ -166,11 +169,12 @@ def hangs_on_a_device_mesh(rank):
     tensor = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Replicate()])
     mt.redistribute(tensor, {"x": 1})
     if rank == 1:
-        time.sleep(6)
+        wait_for("enough")
         os._exit(1)
     begin = time.monotonic()
     text = refusal(lambda: mt.redistribute(tensor, {"x": 1}))
-    assert time.monotonic() - begin < 7
+    assert time.monotonic() - begin < 60
+    say("enough")
     return text
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 import mesh_tensor as mt
 from mesh_tensor.runtime.ranks.ranks import Ranks
@@ -17,6 +19,23 @@ def refusal(work: Callable[[], object]) -> str:
     except mt.MeshTensorError as error:
         return str(error)
     raise AssertionError("nothing was refused")
+
+
+def say(words: str) -> None:
+    """Let a rank that waits for these words go on."""
+    dist.distributed_c10d._get_default_store().set(words, "said")
+
+
+def wait_for(words: str) -> None:
+    """Return when another rank has said them: whatever that takes on a machine that has other things to do."""
+    dist.distributed_c10d._get_default_store().wait([words], timedelta(minutes=5))
+
+
+def all_come(place: str) -> None:
+    """Return when all ranks are at this place: without a timeout of the process group's, which a test made short."""
+    say(f"{place} {dist.get_rank()}")
+    for rank in range(dist.get_world_size()):
+        wait_for(f"{place} {rank}")
 
 
 def pure(tensor: torch.Tensor) -> torch.Tensor:

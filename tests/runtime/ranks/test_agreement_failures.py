@@ -52,7 +52,7 @@ def test_layouts_that_differ_at_a_later_call():
 
 
 def test_new_size_on_one_rank():
-    first, second = run(bodies.new_size_on_one_rank, 2, timeout=3)
+    first, second = run(bodies.new_size_on_one_rank, 2)
     assert "rank 1 waited in vain somewhere else, in step " in first
     assert "all_reduce(" in first.splitlines()[0]
     assert "where: the agreement on what to run (A (64, 4), " in first

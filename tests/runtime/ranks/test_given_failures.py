@@ -3,11 +3,9 @@
 from . import given_bodies as bodies
 from .launcher import run
 
-SHORT = 20  # seconds: of the process groups, so that who waits in vain fails
-
 
 def test_numbers():
-    for rank, texts in enumerate(run(bodies.numbers, 2, timeout=SHORT)):
+    for rank, texts in enumerate(run(bodies.numbers, 2)):
         for text in texts:
             there, here = (2.0, 3.0) if rank else (3.0, 2.0)
             assert f"rank {1 - rank} was given other values for 'alpha' ({there}, here {here})" in text
@@ -16,14 +14,14 @@ def test_numbers():
 
 
 def test_inputs():
-    for rank, texts in enumerate(run(bodies.inputs, 2, timeout=SHORT)):
+    for rank, texts in enumerate(run(bodies.inputs, 2)):
         for text, name in zip(texts, ("input", "scale"), strict=True):
             assert f"rank {1 - rank} was given other values for '{name}' (digest " in text
             assert "or DTensors of what each rank has of its own" in text
 
 
 def test_weights():
-    for texts in run(bodies.weights, 2, timeout=SHORT):
+    for texts in run(bodies.weights, 2):
         for text in texts:
             assert "4 problems:" in text
             assert "values of 'p_0_weight' differ between ranks: rank 0: digest " in text
@@ -31,7 +29,7 @@ def test_weights():
 
 
 def test_another_mesh():
-    for texts in run(bodies.another_mesh, 2, timeout=SHORT):
+    for texts in run(bodies.another_mesh, 2):
         for text, what in zip(texts, ("parameter 'input': ", "parameter 'p_0_weight': ", "a DTensor "), strict=True):
             assert f"{what}on DeviceMesh((x=2), 'cpu', stride=(1,)) of ranks [1, 0], but expected" in text
             assert "of ranks [0, 1]\n" in text
@@ -39,7 +37,7 @@ def test_another_mesh():
 
 
 def test_training():
-    for rank, (model, batch, state, piped) in enumerate(run(bodies.training, 2, timeout=SHORT)):
+    for rank, (model, batch, state, piped) in enumerate(run(bodies.training, 2)):
         assert "values of 'p_0_weight' differ between ranks" in model
         assert f"rank {1 - rank} was given other values for 'input' (digest " in batch
         assert "values of 'p_2_bias' differ between ranks" in state

@@ -1,11 +1,11 @@
 """Kernels on ranks: DTensors and local tensors in and out, the same bits as on the virtual mesh."""
 
 import re
-import socket
 from functools import partial
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from . import kernel_bodies as bodies
 from .launcher import run
@@ -47,7 +47,5 @@ def test_docs_page(tmp_path):
     page = Path(__file__).parents[3] / "docs" / "ranks.md"
     script = tmp_path / "page.py"
     script.write_text("\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    run(partial(bodies.docs_page, code=str(script), port=port), 2, group=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run(partial(bodies.docs_page, code=str(script), port=store.port), 2, group=False)

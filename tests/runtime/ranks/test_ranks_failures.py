@@ -65,7 +65,7 @@ def test_arguments_refused_on_one_rank():
 
 
 def test_arguments_refused_on_one_rank_later():
-    first, second = run(bodies.refused_on_one_rank_later, 2, timeout=3)
+    first, second = run(bodies.refused_on_one_rank_later, 2)
     reason = "parameter 'A': (4, 4) torch.float64 on cpu, but expected (4, 4) torch.float32 on cpu"
     assert second.startswith(reason)
     assert f"rank 1 raised MeshTensorError: {reason}" in first
@@ -76,7 +76,7 @@ def test_raises_before_any_collective():
 
 
 def test_raises_in_the_middle():
-    first, second = run(bodies.raises_in_the_middle, 2, timeout=3)
+    first, second = run(bodies.raises_in_the_middle, 2)
     assert second == "bad numbers"
     assert "rank 1 raised ArithmeticError: bad numbers (in step 2 of 3, kernel kernel_0)" in first
     assert (
@@ -85,7 +85,7 @@ def test_raises_in_the_middle():
 
 
 def test_raises_after_a_refusal():
-    first, second = run(bodies.raises_after_a_refusal, 2, timeout=3)
+    first, second = run(bodies.raises_after_a_refusal, 2)
     assert second == "bad numbers"
     assert "rank 1 raised ArithmeticError: bad numbers (in step 2 of 3, kernel kernel_0)" in first
 

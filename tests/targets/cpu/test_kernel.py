@@ -270,15 +270,19 @@ def test_blocks_of_many_megabytes_in_several_threads():
 def test_a_running_kernel_leaves_python_to_other_threads():
     kernel = compile_for_cpu(big_block(512, 2000))
     x, y = torch.randn(512, 512), torch.empty(512, 512)
-    thread = threading.Thread(target=kernel, args=(x, y))
-    start = time.perf_counter()
-    thread.start()
-    ticks = 0
-    while thread.is_alive():
-        time.sleep(0.001)
-        ticks += 1
-    assert time.perf_counter() - start > 0.01
-    assert ticks > 3
+
+    def ticks():
+        """How often this thread goes on while the kernel runs. It goes on once where that keeps Python to itself."""
+        thread, count = threading.Thread(target=kernel, args=(x, y)), 0
+        start = time.perf_counter()
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.001)
+            count += 1
+        assert time.perf_counter() - start > 0.01
+        return count
+
+    assert any(ticks() > 3 for _ in range(50))  # on a machine that has other things to do, not every time
 
 
 def two_kernels(N):
@@ -350,3 +354,24 @@ def test_global_memory_of_the_kernels_own():
     x, y = torch.randn(40), torch.empty(40)
     compile_for_cpu(shared_by_programs(40))(x, y)
     torch.testing.assert_close(y, x.reshape(10, 4).cumsum(0).flatten())
+
+
+def test_a_loop_keeps_the_bounds_that_it_started_with():
+    """Its body changes what they are made of: a variable, and a tensor that may be the same memory as another."""
+
+    @T.prim_func
+    def bounded(X: T.Tensor((2,), "int32"), Y: T.Tensor((2,), "int32"), Z: T.Tensor((2, 12), "int32")):
+        with T.Kernel(1, threads=32):
+            start = T.alloc_var("int32")
+            start = 3
+            for i in T.serial(start, start + 6):
+                Z[0, i] = Z[0, i] + 1
+                start = start - 1
+            for i in T.serial(X[0], X[1]):
+                Z[1, i] = Z[1, i] + 1
+                Y[1] = 5
+
+    x, z = torch.tensor([2, 9], dtype=torch.int32), torch.zeros(2, 12, dtype=torch.int32)
+    compile_for_cpu(bounded)(x, x, z)
+    assert z.tolist() == [[0] * 3 + [1] * 6 + [0] * 3, [0] * 2 + [1] * 7 + [0] * 3]
+    assert x.tolist() == [2, 5]

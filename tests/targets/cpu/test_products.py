@@ -77,6 +77,25 @@ def cleared_before_a_loop_that_is_left(a, b, c, d, n):
 
 
 @T.macro
+def cleared_where_a_loop_may_be_left(a, b, c, d, n):
+    for ko in T.serial(STEPS):
+        T.clear(c)
+        if ko >= n:
+            T.loop_break()
+        T.gemm(a, b, c)
+
+
+@T.macro
+def cleared_and_read_as_a_bound(a, b, c, d, n):
+    first = T.alloc_local((1,), "int32")
+    T.clear(c)
+    for ko in T.serial(T.cast(c[0, 0], "int32"), T.cast(c[0, 0], "int32") + 2):
+        first[0] = ko + n
+    d[0, 0] = first[0]
+    T.gemm(d, b, c)
+
+
+@T.macro
 def cleared_with_minus_zero(a, b, c, d, n):
     T.fill(c, -0.0)
     T.gemm(a, b, c)
@@ -157,6 +176,8 @@ STATEMENTS = (
     cleared_before_a_loop_that_may_do_nothing,
     cleared_before_a_product_that_may_not_happen,
     cleared_before_a_loop_that_is_left,
+    cleared_where_a_loop_may_be_left,
+    cleared_and_read_as_a_bound,
     cleared_with_minus_zero,
     cleared_for_a_part,
     cleared_and_read_first,

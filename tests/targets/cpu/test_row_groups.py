@@ -124,3 +124,23 @@ def test_what_is_grouped(statement, rows, grouped):
 @pytest.mark.parametrize("statement", STATEMENTS[1:], ids=lambda macro: macro.name)
 def test_what_is_not_grouped(statement):
     assert "group < " not in c_source(made_for_products(statement))
+
+
+def test_a_block_of_one_column():
+    """Its rows have no loop over columns."""
+    rows = 1 << 14
+
+    @T.prim_func
+    def outer(X: T.Tensor((rows, 1), "float16"), Y: T.Tensor((1, 16)), Z: T.Tensor((rows, 16))):
+        with T.Kernel(1, threads=128):
+            a = T.alloc_shared((rows, 1), "float32")
+            b = T.alloc_shared((1, 16), "float32")
+            c = T.alloc_fragment((rows, 16), "float32")
+            T.copy(X, a)
+            T.copy(Y, b)
+            T.gemm(a, b, c, clear_accum=True)
+            T.copy(c, Z)
+
+    x, y, z = torch.randn(rows, 1).half(), torch.randn(1, 16), torch.empty(rows, 16)
+    compile_for_cpu(outer)(x, y, z)
+    torch.testing.assert_close(z, x.float() * y)

@@ -1,11 +1,15 @@
-"""Loops of which some iterations do something. Those that end, or start, where the block that they belong to says so:
-`for ko in range(bx + 1)` of a causal mask. And `for v in range(n): if v == place: body`.
+"""Loops in the form in which they are analysed: over all positions of what they walk, from the first to the last.
 
-For analysis and rewriting the first become loops over all that any block needs, with a condition around the body, so
-that they walk a dim from end to end; `shorten` makes bounds of the conditions again, over whatever extent the loop
-has by then. Where `place` is proved to be always one of them, the second around `body` changes nothing, and gives an
-index that is computed in a way that nobody understands a loop variable of its own. `shorten` undoes that, too: over
-whatever part of the iterations is left by then, the body runs if `place` is among them.
+Some iterations of a loop may do nothing: the loop ends, or starts, where the block that it belongs to says so
+(`for ko in range(bx + 1)` of a causal mask); or `for v in range(n): if v == place: body`. The first become loops over
+all that any block needs, with a condition around the body; `shorten` makes bounds of the conditions again, over
+whatever extent the loop has by then. Where `place` is proved to be always one of them, the second around `body` changes
+nothing, and gives an index that is computed in a way that nobody understands a loop variable of its own. `shorten`
+undoes that, too: over whatever part of the iterations is left by then, the body runs if `place` is among them.
+
+Loops that walk dims from their ends (`for i in range(n): t = n - 1 - i`, as gradients of recurrences do) become loops
+over t with a mark that their iterations run from the last to the first; `backward` makes that of them again. Who asks
+what comes before an iteration has to ask `is_backward`.
 """
 
 from __future__ import annotations
@@ -14,12 +18,13 @@ from functools import reduce
 
 from tvm import arith, tirx
 
-from .effects import leaves_loop
+from .effects import leaves_kernel, leaves_loop
 from .linear import loop_ranges, loops_in
 from .nodes import is_const, nodes
+from .user_reports import prints
 
 #: Marks a loop that `lengthen` made.
-MARK = "mesh_tensor.short"
+SHORT = "mesh_tensor.short"
 _LONGEST = 2**30
 
 
@@ -44,7 +49,7 @@ def shorten(body: tirx.Stmt) -> tirx.Stmt:
 
 
 def _is_short(loop: tirx.For) -> bool:
-    is_plain = loop.kind == tirx.ForKind.SERIAL and loop.thread_binding is None and MARK not in loop.annotations
+    is_plain = loop.kind == tirx.ForKind.SERIAL and loop.thread_binding is None and SHORT not in loop.annotations
     return is_plain and loop.step is None and not isinstance(loop.extent, tirx.IntImm) and not leaves_loop(loop)
 
 
@@ -61,7 +66,7 @@ def _long(loop: tirx.For, analyzer: arith.Analyzer, around: set[tirx.Var]) -> ti
     if not analyzer.can_prove_equal(loop.min, 0):
         condition = tirx.And(loop.loop_var >= loop.min, condition)
     body = tirx.IfThenElse(condition, loop.body, None)
-    annotations = {**dict(loop.annotations), MARK: True}
+    annotations = {**dict(loop.annotations), SHORT: True}
     return tirx.For(loop.loop_var, 0, int(longest), loop.kind, body, None, annotations)
 
 
@@ -71,9 +76,9 @@ def _computes(expr: tirx.PrimExpr) -> bool:
 
 
 def _short(loop: tirx.For) -> tirx.Stmt | None:
-    if MARK not in loop.annotations:
+    if SHORT not in loop.annotations:
         return None
-    annotations = {key: value for key, value in loop.annotations.items() if key != MARK}
+    annotations = {key: value for key, value in loop.annotations.items() if key != SHORT}
     found = running(loop)
     if found is None:
         return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, None, annotations)
@@ -85,7 +90,7 @@ def _short(loop: tirx.For) -> tirx.Stmt | None:
 
 def running(loop: tirx.For) -> tuple[tirx.PrimExpr, tirx.PrimExpr] | None:
     """From where on, and up to where, a loop that `lengthen` made does something; None for other loops."""
-    guard = loop.body if MARK in loop.annotations else None
+    guard = loop.body if SHORT in loop.annotations else None
     limits = _limits(guard.condition, loop.loop_var) if isinstance(guard, tirx.IfThenElse) else None
     if limits is None:
         return None
@@ -123,18 +128,18 @@ def _limits(condition: tirx.PrimExpr, var: tirx.Var) -> tuple[list[tirx.PrimExpr
 _COMPARISONS = {tirx.LT: (True, 0), tirx.LE: (True, 1), tirx.GT: (False, 0), tirx.GE: (False, 1)}
 
 
-ONE_ITERATION_MARK = "mesh_tensor.one_iteration"
+ONE_ITERATION = "mesh_tensor.one_iteration"
 
 
 def one_iteration(var: tirx.Var, extent: int, place: tirx.PrimExpr, body: tirx.Stmt) -> tirx.For:
     """`body`, in the iteration of a loop of `var` at which it equals `place`."""
     only = tirx.IfThenElse(tirx.EQ(var, place), body, None)
-    return tirx.For(var, 0, extent, tirx.ForKind.SERIAL, only, None, {ONE_ITERATION_MARK: 1})
+    return tirx.For(var, 0, extent, tirx.ForKind.SERIAL, only, None, {ONE_ITERATION: 1})
 
 
 def is_one_iteration(loop: tirx.For) -> bool:
     """Whether `one_iteration` made the loop."""
-    return ONE_ITERATION_MARK in loop.annotations
+    return ONE_ITERATION in loop.annotations
 
 
 def _collapsed(body: tirx.Stmt) -> tirx.Stmt:
@@ -167,3 +172,78 @@ def _solved(var: tirx.Var, condition: tirx.PrimExpr, analyzer: arith.Analyzer) -
     if not is_const(step, 1) or var in tirx.analysis.undefined_vars(place):
         return None
     return analyzer.simplify(place - tirx.stmt_functor.substitute(side, {var: tirx.IntImm(var.dtype, 0)}))
+
+
+#: Marks a loop whose iterations run from the last to the first.
+BACKWARD = "mesh_tensor.backward"
+
+
+def forward(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Every serial loop that walks dims of parameters from their ends, and none from its start, goes from 0 over the
+    dims' own positions, with a mark."""
+    params = set(func.buffer_map.values())
+    found = {loop.loop_var for loop in loops_in(func.body) if _walks_plainly(loop) and _walks_back(loop, params)}
+    if not found or prints(func.body):
+        return func
+    analyzer = loop_ranges(func.body)
+
+    def turn(loop: tirx.For) -> tirx.Stmt | None:
+        if loop.loop_var not in found:
+            return None
+        last = analyzer.simplify(loop.min + loop.extent - 1)
+        marks = {**dict(loop.annotations), BACKWARD: True}
+        return tirx.For(loop.loop_var, 0, loop.extent, loop.kind, _from_end(loop, last), None, marks)
+
+    return func.with_body(tirx.stmt_functor.ir_transform(func.body, None, turn, ["tirx.For"]))
+
+
+def backward(body: tirx.Stmt) -> tirx.Stmt:
+    """Undo `forward`."""
+    if not any(map(is_backward, nodes(body, tirx.For))):
+        return body
+
+    def turn(loop: tirx.For) -> tirx.Stmt | None:
+        if not is_backward(loop):
+            return None
+        marks = {key: value for key, value in loop.annotations.items() if key != BACKWARD}
+        inner = _from_end(loop, loop.min * 2 + loop.extent - 1)
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, inner, None, marks)
+
+    return tirx.stmt_functor.ir_transform(body, None, turn, ["tirx.For"])
+
+
+def is_backward(loop: tirx.For | None) -> bool:
+    """Whether the iterations of a loop run from the last to the first."""
+    return loop is not None and BACKWARD in loop.annotations
+
+
+def _from_end(loop: tirx.For, last: tirx.PrimExpr) -> tirx.Stmt:
+    """A loop's body with `last - v` for its variable, in places that are as plain as they can be."""
+    analyzer = arith.Analyzer()
+    body = tirx.stmt_functor.substitute(loop.body, {loop.loop_var: last - loop.loop_var})
+
+    def plain(expr: tirx.PrimExpr) -> tirx.PrimExpr | None:
+        is_place = expr.dtype in ("int32", "int64") and not nodes(expr, tirx.BufferLoad, tirx.Call)
+        return analyzer.simplify(expr) if is_place else None
+
+    return tirx.stmt_functor.ir_transform(body, plain, None, [f"tirx.{kind}" for kind in ("Add", "Sub", "Mul")])
+
+
+def _walks_plainly(loop: tirx.For) -> bool:
+    is_serial = loop.kind == tirx.ForKind.SERIAL and loop.thread_binding is None and loop.step is None
+    marked = any(str(key).startswith("mesh_tensor.") for key in loop.annotations)
+    return is_serial and not marked and not leaves_loop(loop) and not leaves_kernel(loop)
+
+
+def _walks_back(loop: tirx.For, params: set[tirx.Buffer]) -> bool:
+    """Whether positions in parameters fall by a constant as the loop goes on, and none rise by one."""
+    var, analyzer = loop.loop_var, arith.Analyzer()
+    indices = [
+        index
+        for access in nodes(loop.body, tirx.BufferLoad, tirx.BufferStore)
+        for index in (access.indices if access.buffer in params else ())
+        if not nodes(index, tirx.BufferLoad) and any(var.same_as(used) for used in tirx.analysis.undefined_vars(index))
+    ]
+    steps = [analyzer.simplify(tirx.stmt_functor.substitute(index, {var: var + 1}) - index) for index in indices]
+    known = [int(step) for step in steps if isinstance(step, tirx.IntImm) and int(step)]
+    return bool(known) and max(known) < 0

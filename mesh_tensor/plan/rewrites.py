@@ -1,0 +1,273 @@
+"""What is written otherwise before and after layouts are decided, as devices run it with less.
+
+Slices that are a value's parts one after the other along a dim, and all that is made of it: one split. Slices that are
+put beside something along the same dim, and nothing else: one operator with that, and one exchange. Splits into unequal
+parts of a dim that axes split: slices, of which each takes what its tiles lack. Choices between a value and itself as a
+constant, as embeddings make of their padding: the value alone. What is gathered of a transposed tensor is gathered of
+the tensor itself.
+
+    w_t = permute_dims(w)                   w_whole = all_gather(w)
+    w_t_whole = all_gather(w_t)             w_t_whole = permute_dims(w_whole)
+
+So a weight that is split by rows arrives as it was sent, is never copied transposed, and may be on its way as soon as
+it is there; products take the transpose with them (`program.fuse`). What is needed again at once, as the last layer's
+weight is by its gradient, is not gathered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+
+from tvm import relax
+
+from mesh_tensor.base.collectives import BETWEEN
+from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.base.placement import Replicate, Shard
+from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.rules.operator.call import op_call
+from mesh_tensor.rules.operator.cost import class_of
+from mesh_tensor.rules.operator.shifts import joined_parts
+
+from .atoms import Atoms
+from .explicit import Change, ExplicitGraph, ExplicitStep, Form, Run
+from .ir import Graph, Node, Value, leaves
+from .propagate import Layouts
+
+
+def joined_slices(graph: Graph) -> Graph:
+    """The graph with such slices as one operator."""
+    slices = [node for node in graph.nodes if node.call.name == "strided_slice"]
+    if len(slices) < 2:
+        return graph
+    results = {*leaves(graph.result), *graph.annotations}
+    users: dict[Value, list[Node]] = {}
+    for node in graph.nodes:
+        for value in dict.fromkeys(node.inputs):
+            users.setdefault(value, []).append(node)
+    made: dict[Node, Node] = {}
+    gone: set[Node] = set()
+    for value in dict.fromkeys(node.inputs[0] for node in slices):
+        found = users[value]
+        if value not in results and (parts := _parts(value, found)) is not None:
+            made[found[0]] = _split(value, *parts)
+            gone.update(found)
+    if not made:
+        return graph
+    nodes = [one for node in graph.nodes for one in ([made[node]] if node in made else [] if node in gone else [node])]
+    return replace(graph, nodes=nodes)
+
+
+def sliced_splits(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
+    """The graph in which such splits are slices; None where there are none."""
+    made = {}
+    for node in graph.nodes:
+        if node.call.name == "split" and len({out.type.shape for out in node.outputs}) > 1:
+            (value,), dim = node.inputs, node.call.axis(node.call.attr("axis", 0))
+            if any(layouts.of[value].axes_of(position) for position in atoms.positions(value, dim)):
+                made[node] = list(_slices(node, value, dim))
+    if not made:
+        return None
+    return parts_side_by_side(replace(graph, nodes=[one for node in graph.nodes for one in made.get(node, [node])]))
+
+
+def _slices(split: Node, value: Value, dim: int) -> Iterator[Node]:
+    begin = 0
+    for out in split.outputs:
+        end = begin + out.type.shape[dim]
+        cut = relax.op.strided_slice(value.variable(), [dim], [begin], [end])
+        yield Node(op_call(relax.BlockBuilder().normalize(cut)), (value,), (out,), split.scopes, split.where)
+        begin = end
+
+
+def parts_side_by_side(graph: Graph) -> Graph:
+    """The graph in which a concat takes what slices of its dim take, where nobody else has these."""
+    joins = [node for node in graph.nodes if node.call.name == "concat" and node.call.attr("axis") is not None]
+    links = graph.inner_links() - {*graph.annotations} if joins else set()
+    makers = {value: node for node in graph.nodes for value in node.outputs if value in links}
+    made: dict[Node, Node] = {}
+    gone: set[Node] = set()
+    for node in joins:
+        axis = node.call.axis(node.call.attr("axis"))
+        taken = [_taken_of(node, n, axis, makers.get(value)) for n, value in enumerate(node.inputs)]
+        if any(of is not None for of in taken):
+            made[node] = _with_parts(node, axis, taken)
+            gone.update(of for of in taken if of is not None)
+    if not made:
+        return graph
+    return replace(graph, nodes=[made.get(node, node) for node in graph.nodes if node not in gone])
+
+
+def _taken_of(join: Node, operand: int, axis: int, maker: Node | None) -> Node | None:
+    """The slice that an operand of a concat is, if windows of what it takes from hold nothing that it leaves out: where
+    the result has no place for that."""
+    cut = None if maker is None or maker.scopes != join.scopes else _cut(maker)
+    if maker is None or cut is None or cut[0] != axis:
+        return None
+    _, begin, end = cut
+    is_first, is_last = operand == 0, operand == len(join.inputs) - 1
+    return maker if (is_first or begin == 0) and (is_last or end == maker.inputs[0].type.shape[axis]) else None
+
+
+def _with_parts(join: Node, axis: int, taken: list[Node | None]) -> Node:
+    """The concat of parts of what is sliced."""
+    inputs = [value if of is None else of.inputs[0] for value, of in zip(join.inputs, taken, strict=True)]
+    whole = [(0, value.type.shape[axis]) for value in inputs]
+    cuts = [None if of is None else _cut(of) for of in taken]
+    parts = [part if cut is None else cut[1:] for part, cut in zip(whole, cuts, strict=True)]
+    made = joined_parts([value.variable() for value in inputs], axis, parts)
+    call = op_call(relax.BlockBuilder().normalize(made))
+    return replace(join, call=call, inputs=tuple(inputs))
+
+
+def _parts(value: Value, users: list[Node]) -> tuple[int, list[Node]] | None:
+    """The dim that these take apart, and they in order; None if they do anything else."""
+    cuts = [_cut(node) for node in users]
+    dims = {cut[0] for cut in cuts if cut is not None}
+    if None in cuts or len(dims) != 1 or len(users) < 2 or len({node.scopes for node in users}) != 1:
+        return None
+    (dim,) = dims
+    ordered = sorted(zip(cuts, users, strict=True), key=lambda pair: pair[0] or ())
+    ends = [0, *(cut[2] for cut, _ in ordered if cut is not None)]
+    starts = [*(cut[1] for cut, _ in ordered if cut is not None), value.type.shape[dim]]
+    return (dim, [node for _, node in ordered]) if starts == ends else None
+
+
+def _cut(node: Node) -> tuple[int, int, int] | None:
+    """The one dim of which a slice takes a part, where that begins and where it ends; None for any other operator."""
+    if node.call.name != "strided_slice" or len(node.inputs) != 1:
+        return None
+    axes, begins, _, *strides = node.call.literals
+    if strides and any(stride != 1 for stride in strides[0]):
+        return None
+    before, after = node.inputs[0].type.shape, node.outputs[0].type.shape
+    found = list(_taken(node, axes, begins, before, after))
+    return found[0] if len(found) == 1 else None
+
+
+def _taken(
+    node: Node, axes: tuple[int, ...], begins: tuple[int, ...], before: tuple[int, ...], after: tuple[int, ...]
+) -> Iterator[tuple[int, int, int]]:
+    for axis, begin in zip(axes, begins, strict=True):
+        dim = node.call.axis(axis)
+        if after[dim] != before[dim]:
+            start = begin + before[dim] if begin < 0 else begin
+            yield dim, start, start + after[dim]
+
+
+def _split(value: Value, dim: int, parts: list[Node]) -> Node:
+    """One node for them, where the first of them stood."""
+    var = value.variable()
+    sizes = [node.outputs[0].type.shape[dim] for node in parts]
+    cuts = [sum(sizes[: n + 1]) for n in range(len(sizes) - 1)]
+    call = op_call(relax.BlockBuilder().normalize(relax.op.split(var, cuts, dim)))
+    return Node(call, (value,), tuple(node.outputs[0] for node in parts), parts[0].scopes, parts[0].where)
+
+
+_ALL_GATHER = BETWEEN[Shard, Replicate].name
+_AGAIN = CPU.tuning.products_ahead  # products after which what was gathered is still there
+
+
+def gathered_first(made: ExplicitGraph) -> ExplicitGraph:
+    """The same graph; transposes whose results nothing takes any more are left in."""
+    return replace(made, steps=_Swaps(made).steps)
+
+
+class _Swaps:
+    def __init__(self, made: ExplicitGraph) -> None:
+        self._transposes = {
+            step.outputs[0]: step
+            for step in made.steps
+            if step.node is not None and step.node.call.name == "permute_dims"
+        }
+        self._known: dict[tuple[Form, Sharding], tuple[int, Form]] = {}  # when it was gathered, and as what
+        self._products = 0
+        forms = [form for step in made.steps for form in step.outputs]
+        self._names = {f.name for f in (*made.params, *made.constants, *forms)} | {v.name for v in made.graph.values()}
+        self.steps = [new for step in made.steps for new in self._swapped(step)]
+
+    def _swapped(self, step: ExplicitStep) -> Iterator[ExplicitStep]:
+        """The step, or the gather of what was transposed, then the transposes."""
+        if step.node is not None:
+            self._products += class_of(step.node.call.name) == "product"
+        source = self._transposed(step)
+        if source is None or step.move is None:
+            yield step
+            return
+        (dim,) = {p.dim for axis in step.move.axes if isinstance(p := source.sharding.placement(axis), Shard)}
+        sharding = source.sharding
+        for axis in step.move.axes:
+            sharding = sharding.with_replicate(axis)
+        at, whole = self._known.get((source, sharding), (0, None))
+        if whole is None or self._products - at > _AGAIN:
+            whole = Form(self._name(source), source.value, sharding, source.dtype)
+            move = replace(step.move, after=sharding, src_dim=dim)
+            yield from self._swapped(Change(source, whole, step.scopes, move, step.reason))
+            self._known[source, sharding] = self._products, whole
+        run = self._transposes[step.src]
+        split = {axis: factor for axis, factor in run.split.items() if axis not in step.move.axes}
+        yield Run(run.node, (whole,), (step.dst,), split)
+
+    def _name(self, source: Form) -> str:
+        """The next name of a form of that value."""
+        found = (f"{source.value.name}_{number}" for number in count(1))
+        name = next(name for name in found if name not in self._names)
+        self._names.add(name)
+        return name
+
+    def _transposed(self, step: ExplicitStep) -> Form | None:
+        """What is gathered after it was transposed, if it lies so that it can be before."""
+        if step.move is None or step.move.kind != _ALL_GATHER or step.src not in self._transposes:
+            return None
+        (source,) = self._transposes[step.src].inputs
+        placements = {source.sharding.placement(axis) for axis in step.move.axes}
+        is_split = len(placements) == 1 and isinstance(next(iter(placements)), Shard)
+        return source if is_split and not source.sharding.partial else None
+
+
+def without_fixed_rows(graph: Graph) -> Graph:
+    """The graph in which such a value is made under the name of the choice, and conditions that nothing else takes are
+    not made."""
+    choices = [node for node in graph.nodes if node.call.name == "where"]
+    if not choices:
+        return graph
+    makers = {value: node for node in graph.nodes for value in node.outputs}
+    made: dict[Node, Node] = {}
+    gone: set[Node] = set()
+    kept = {*leaves(graph.result), *graph.annotations}
+    users: dict[Value, set[Node]] = {}
+    for node in graph.nodes:
+        for value in node.inputs:
+            users.setdefault(value, set()).add(node)
+    for choice in choices:
+        maker, constant = makers.get(choice.inputs[-1]), makers.get(choice.inputs[1])
+        if maker is None or constant is None or not _is_itself(choice, constant, maker):
+            continue
+        if users[maker.outputs[0]] == {constant, choice} and kept.isdisjoint({*maker.outputs, *constant.outputs}):
+            made[maker] = replace(maker, outputs=choice.outputs)
+            gone |= {choice, constant}
+    for choice in [node for node in choices if node in gone]:
+        gone.update(_alone(choice.inputs[0], makers, users, kept, gone))
+    return replace(graph, nodes=[made.get(node, node) for node in graph.nodes if node not in gone]) if made else graph
+
+
+def _is_itself(choice: Node, constant: Node, maker: Node) -> bool:
+    """Whether both of what is chosen from are what `maker` gives, alone and of the choice's type."""
+    value = choice.inputs[-1]
+    same = constant.call.name == "grad.no_grad" and constant.inputs == (value,) and maker.outputs == (value,)
+    return same and choice.outputs[0].type == value.type and maker.scopes == constant.scopes == choice.scopes
+
+
+def _alone(
+    value: Value, makers: dict[Value, Node], users: dict[Value, set[Node]], kept: set[Value], gone: set[Node]
+) -> Iterator[Node]:
+    """What makes a value for the nodes that are gone alone."""
+    maker = makers.get(value)
+    while maker is not None and users[value] <= gone and value not in kept and len(maker.outputs) == 1:
+        yield maker
+        gone.add(maker)
+        if not maker.inputs:
+            return
+        value = maker.inputs[0]
+        maker = makers.get(value)

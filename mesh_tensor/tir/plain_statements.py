@@ -1,0 +1,219 @@
+"""Kernels as they are read: parameters in contiguous rows, blocks that only hold memory, nothing that leaves early, and
+statements that say all that they compute."""
+
+from __future__ import annotations
+
+from tvm import arith, tirx
+
+from mesh_tensor.base.errors import refuse
+
+from .effects import LEAVES_ITERATION, LEAVES_KERNEL, op_name, pointers, side_effect, written
+from .memory import is_compact, row_strides
+from .nodes import function_name, is_const, loads, nodes, same_expression
+from .rewrite import exchange_buffers, loop_like, sequence, statements, with_body
+
+_CHEAP = ("tirx.if_then_else",)
+
+
+def with_values_in_place(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same kernel, in which values of loads are where they are used."""
+    if not nodes(func.body, tirx.Bind):
+        return func
+    body = tirx.stmt_functor.ir_transform(func.body, None, _placed, ["tirx.SeqStmt"])
+    return func if body.same_as(func.body) else func.with_body(body)
+
+
+def _placed(node: tirx.SeqStmt) -> tirx.Stmt | None:
+    stmts = list(node.seq)
+    at = 0
+    while at < len(stmts):
+        user = _only_user(stmts, at) if isinstance(stmts[at], tirx.Bind) else None
+        if user is None:
+            at += 1
+            continue
+        bind = stmts[at]
+        stmts[user] = tirx.stmt_functor.substitute(stmts[user], {bind.var: bind.value})
+        del stmts[at]
+    return None if len(stmts) == len(node.seq) else sequence(stmts)
+
+
+def _only_user(stmts: list[tirx.Stmt], at: int) -> int | None:
+    """Where the one statement is that uses what is bound at a place, if the value can go there."""
+    bind = stmts[at]
+    if bind.var.dtype == "handle" or side_effect(bind) is not None or not loads(bind.value):
+        return None
+    uses = [(n, count) for n in range(at + 1, len(stmts)) if (count := _uses(stmts[n], bind.var))]
+    if len(uses) != 1 or not isinstance(stmts[uses[0][0]], (tirx.Bind, tirx.BufferStore)):
+        return None
+    ((user, count),) = uses
+    if (count > 1 and not _is_cheap(bind.value)) or side_effect(stmts[user]) is not None:
+        return None
+    if _meets_other_threads(bind.value, stmts[at + 1 : user], stmts[user]):
+        return None
+    read = {load.buffer.data for load in loads(bind.value)}
+    changed = {var for stmt in stmts[at + 1 : user] for var in (*(b.data for b in written(stmt)), *pointers(stmt))}
+    return None if read & changed else user
+
+
+def _meets_other_threads(value: tirx.PrimExpr, between: list[tirx.Stmt], user: tirx.Stmt) -> bool:
+    """Whether other threads may write what a value loads before the user does, if it is loaded there."""
+    shared = [load for load in loads(value) if not load.buffer.scope().startswith("local")]
+    waits = any(nodes(stmt, tirx.Evaluate) for stmt in between)
+    return any(waits or (isinstance(user, tirx.BufferStore) and _is_elsewhere(load, user)) for load in shared)
+
+
+def _is_elsewhere(load: tirx.BufferLoad, store: tirx.BufferStore) -> bool:
+    """Whether another element may be loaded than is stored, of the same memory."""
+    if not load.buffer.data.same_as(store.buffer.data):
+        return False
+    return not (load.buffer.same_as(store.buffer) and all(map(same_expression, load.indices, store.indices)))
+
+
+def _uses(stmt: tirx.Stmt, var: tirx.Var) -> int:
+    """How often a statement uses a variable."""
+    seen: list[tirx.Var] = []
+    if any(var.same_as(used) for used in nodes(stmt, tirx.Var)):  # `nodes` has each once
+        tirx.stmt_functor.ir_transform(stmt, None, lambda v: seen.append(v) if var.same_as(v) else None, ["tirx.Var"])
+    return len(seen)
+
+
+def _is_cheap(value: tirx.PrimExpr) -> bool:
+    return not nodes(value, tirx.Div) and all(op_name(call) in _CHEAP for call in nodes(value, tirx.Call))
+
+
+_NONE = frozenset[str]()
+
+
+def without_early_exits(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same kernel with conditions instead of `continue` and of returns."""
+    exits = LEAVES_ITERATION | LEAVES_KERNEL
+    if not any(op_name(call) in exits for call in nodes(func.body, tirx.Call)):
+        return func
+    return func.with_body(_visit(func.body, LEAVES_KERNEL))
+
+
+def _visit(stmt: tirx.Stmt, exits: frozenset[str]) -> tirx.Stmt:
+    """A statement behind which there is nothing in what the `exits` leave."""
+    if isinstance(stmt, tirx.SeqStmt):
+        return _sequence(list(stmt.seq), exits)
+    if isinstance(stmt, tirx.For):
+        in_grid = stmt.thread_binding is not None
+        return loop_like(stmt, stmt.extent, _visit(stmt.body, exits if in_grid else LEAVES_ITERATION), start=stmt.min)
+    if isinstance(stmt, tirx.While):
+        return tirx.While(stmt.condition, _visit(stmt.body, LEAVES_ITERATION))
+    if isinstance(stmt, tirx.IfThenElse):
+        otherwise = None if stmt.else_case is None else _visit(stmt.else_case, exits)
+        return tirx.IfThenElse(stmt.condition, _visit(stmt.then_case, exits), otherwise)
+    if isinstance(stmt, tirx.AttrStmt):
+        return tirx.AttrStmt(stmt.node, stmt.attr_key, stmt.value, _visit(stmt.body, exits))
+    if isinstance(stmt, tirx.SBlockRealize):
+        block = with_body(stmt.block, _visit(stmt.block.body, exits))
+        return tirx.SBlockRealize(stmt.iter_values, stmt.predicate, block)
+    return stmt
+
+
+def _sequence(stmts: list[tirx.Stmt], exits: frozenset[str]) -> tirx.Stmt:
+    """Statements in order, of which the first that may leave has the others in its other branch."""
+    made: list[tirx.Stmt] = []
+    for at, stmt in enumerate(stmts[:-1]):
+        before = _before_exit(stmt, exits)
+        if before is not None:
+            rest = _sequence(stmts[at + 1 :], exits)
+            if before:
+                return sequence([*made, tirx.IfThenElse(stmt.condition, sequence(before), rest)])
+            return sequence([*made, tirx.IfThenElse(tirx.Not(stmt.condition), rest, None)])
+        made.append(_visit(stmt, _NONE))
+    return sequence([*made, _visit(stmts[-1], exits)])
+
+
+def _before_exit(stmt: tirx.Stmt, exits: frozenset[str]) -> list[tirx.Stmt] | None:
+    """What a condition's branch does before it leaves; None if the statement is no such condition."""
+    if not isinstance(stmt, tirx.IfThenElse) or stmt.else_case is not None:
+        return None
+    branch = statements(stmt.then_case)
+    last = branch[-1]
+    leaves = isinstance(last, tirx.Evaluate) and op_name(last.value) in exits
+    return [_visit(inner, _NONE) for inner in branch[:-1]] if leaves else None
+
+
+def with_plain_blocks(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The function with plain blocks; those with an init or parts of other buffers are left, which are refused."""
+    if all(map(_is_plain, nodes(func.body, tirx.SBlockRealize))):
+        return func
+    return func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _plain, ["tirx.SBlockRealize"]))
+
+
+def _is_plain(realize: tirx.SBlockRealize) -> bool:
+    block = realize.block
+    declared = len(block.iter_vars) or len(block.reads) or len(block.writes)
+    return is_const(realize.predicate, 1) and not declared
+
+
+def _plain(realize: tirx.SBlockRealize) -> tirx.SBlockRealize | None:
+    block = realize.block
+    if _is_plain(realize) or block.init is not None or len(block.match_buffers):
+        return None
+    places = {iter_var.var: at for iter_var, at in zip(block.iter_vars, realize.iter_values, strict=True)}
+    body = tirx.stmt_functor.substitute(block.body, places)
+    if not is_const(realize.predicate, 1):
+        body = tirx.IfThenElse(realize.predicate, body, None)
+    plain = tirx.SBlock(
+        [], [], [], block.name_hint, body, None, block.alloc_buffers, [], block.annotations
+    )  # fmt: skip
+    return tirx.SBlockRealize([], True, plain)
+
+
+def with_contiguous_rows(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The function, with parameters whose rows are contiguous, from their first element on; it stays as it is where
+    other buffers are views of such memory, which are refused when they are read.
+
+    Raises:
+        MeshTensorError: a variable is the stride of several parameters that would need different ones.
+    """
+    analyzer = arith.Analyzer()
+    others = {b: _contiguous(b) for b in func.buffer_map.values() if not _is_contiguous(b, analyzer)}
+    if not others or _has_views(func, others):
+        return func
+    strides = _strides(func, others, analyzer)
+    buffers = {param: others.get(buffer, buffer) for param, buffer in func.buffer_map.items()}
+    body = tirx.stmt_functor.substitute(exchange_buffers(func.body, others), strides)
+    params = [param for param in func.params if param not in strides]
+    return tirx.PrimFunc(params, body, func.ret_type, buffers, func.attrs)
+
+
+def _is_contiguous(buffer: tirx.Buffer, analyzer: arith.Analyzer) -> bool:
+    starts = buffer.elem_offset is None or is_const(buffer.elem_offset, 0)
+    return starts and (not len(buffer.strides) or is_compact(buffer, analyzer))
+
+
+def _contiguous(buffer: tirx.Buffer) -> tirx.Buffer:
+    strides = row_strides(buffer.shape)
+    return tirx.decl_buffer(buffer.shape, buffer.dtype, buffer.name, buffer.data, strides, 0, buffer.scope())
+
+
+def _has_views(func: tirx.PrimFunc, buffers: dict[tirx.Buffer, tirx.Buffer]) -> bool:
+    memory = {buffer.data for buffer in buffers}
+    accesses = nodes(func.body, tirx.BufferLoad, tirx.BufferStore, tirx.DeclBuffer)
+    named = {access.buffer for access in accesses if access.buffer.data in memory}
+    return not named <= buffers.keys()
+
+
+def _strides(
+    func: tirx.PrimFunc, others: dict[tirx.Buffer, tirx.Buffer], analyzer: arith.Analyzer
+) -> dict[tirx.Var, tirx.PrimExpr]:
+    """What the variables are that a function has for strides and offsets."""
+    sizes = {size for buffer in func.buffer_map.values() for size in buffer.shape}
+    found: dict[tirx.Var, tirx.PrimExpr] = {}
+    for old, new in others.items():
+        for was, now in zip([*old.strides, old.elem_offset], [*new.strides, new.elem_offset], strict=False):
+            if not isinstance(was, tirx.Var) or was in sizes:
+                continue
+            value = found.setdefault(was, tirx.Cast(was.dtype, now) if now.dtype != was.dtype else now)
+            if not analyzer.can_prove_equal(value, now):
+                refuse(
+                    f"the stride {was.name} would be both {value} and {now}",
+                    where=f"kernel {function_name(func)!r}",
+                    why="devices hold tensors in contiguous rows",
+                    fix="give every dim a stride of its own, or declare the parameters with T.Tensor",
+                )
+    return found
