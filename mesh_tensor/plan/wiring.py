@@ -62,9 +62,9 @@ class Wiring:
             for value in others:
                 for dim in range(value.type.ndim):
                     classes.join(self.start[value] + dim, self.start[first] + dim)
-        for inside, _, end in graph.carried():
-            for dim in range(inside.type.ndim):
-                classes.join(self.start[inside] + dim, self.start[end] + dim)
+        for before, after in [*((inside, end) for inside, _, end in graph.carried()), *graph.state.items()]:
+            for dim in range(before.type.ndim):
+                classes.join(self.start[before] + dim, self.start[after] + dim)
         self.compounds: list[_Compound] = []
         self._ties = {id(rule): _Ties.of(rule) for rule in {id(rule): rule for rule in rules.values()}.values()}
         self._loose: dict[Node, int] = {}

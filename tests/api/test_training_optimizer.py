@@ -184,6 +184,33 @@ def _lacking(parameter, gradient, lr, step, *, kept):
     return parameter, {}
 
 
+class _Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.all = nn.Linear(8, 24)
+
+    def forward(self, x):
+        one, two, three = self.all(x).chunk(3, -1)
+        return one * two.tanh() + three
+
+
+def test_a_layer_in_parts_whose_norms_are_taken():
+    """Of 16 bits, what replaces a weight knows nothing of its parts but that it replaces it."""
+    torch.manual_seed(0)
+    model, x, y = _Parts().bfloat16(), torch.randn(4, 8).bfloat16(), torch.randn(4, 8).bfloat16()
+    step = mt.training_step(model, lambda a, b: F.mse_loss(a.float(), b.float()), (x, y), optimizer=_scaled, lr=0.1)
+    losses = []
+    for mesh, layouts in (({"x": 1}, {}), ({"data": 2, "model": 2}, {"x": {"data": 0}, "all.bias": {"model": 0}})):
+        run = mt.distribute_module(step, mesh, layouts)
+        losses.append([float(run(x, y)) for _ in range(3)])
+    assert losses[0][2] < 0.7 * losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+def _scaled(parameter, gradient, lr, step):
+    return parameter - lr * torch.clamp(parameter.norm() / (gradient.norm() + 1e-6), max=2.0) * gradient, {}
+
+
 def _named(parameter, gradient, lr, step, *, master):
     return parameter, {"master": master}
 
