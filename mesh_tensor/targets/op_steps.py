@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -71,7 +72,19 @@ class Section:
             line = adding(step, Line(call, names[0], names[1], ends), totals)
             record = None if records is None else records.get(step.results[0])
             lines.append(line if record is None else record.line(step, line))
-        self._line, self._lines = StraightLine(lines, listed=listed), lines
+        self._line, self._lines, self._target = StraightLine(lines, listed=listed), lines, target
+
+    def resized(self, program: Program, numbers: Sequence[int], calls: dict[int, TileCall]) -> Section:
+        """The same steps, of these numbers, of a program of one device that differs in sizes only; without records and
+        totals. `calls`: what is known of it, by the ids of the calls of now."""
+        made = copy(self)
+        for number, line in zip(numbers, self._lines, strict=True):
+            if id(line.call) not in calls:
+                (step,) = only((program.steps[number],), OpStep)
+                calls[id(line.call)] = _tile_call(step, program, 0, self._target)
+        made._lines = [Line(calls[id(line.call)], line.args, line.results, line.ends) for line in self._lines]
+        made._line = self._line.with_calls([line.call for line in made._lines])
+        return made
 
     def __call__(self, held: dict[str, Any]) -> None:
         """Run the steps."""
@@ -81,19 +94,23 @@ class Section:
             line = self._line.failed_at(error)
             _refuse_failed(self.steps[line], self._lines[line].call, error)
 
-    def memory(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], list[str], int]:
-        """Of storages' sizes: those of what is there afterwards, and was not before; what ends that was there before;
-        and how much more there is at most than before."""
+    def memory(self, size: Callable[[str], int]) -> tuple[dict[str, int], list[str], int]:
+        """Of storages, in bytes: those that are there afterwards, and were not before; which ones end that were there
+        before; and how much more there is at most than before. `size` is asked of the latter."""
         made: dict[str, int] = {}
         dropped: list[str] = []
         now = peak = 0
         for line in self._lines:
-            new = {name: sizes[name] for name in line.results if name not in made and name not in line.args}
-            made |= new
-            now += sum(new.values())
+            for name, nbytes in zip(line.results, line.call.nbytes, strict=True):
+                if name not in made and name not in line.args:
+                    made[name] = nbytes
+                    now += nbytes
             peak = max(peak, now)
-            now -= sum([sizes[name] for name in line.ends])
-            dropped += [name for name in line.ends if made.pop(name, None) is None]
+            for name in line.ends:
+                ended = made.pop(name, None)
+                if ended is None:
+                    dropped.append(name)
+                now -= size(name) if ended is None else ended
         return made, dropped, peak
 
     def failed_at(self, error: BaseException) -> OpStep:
