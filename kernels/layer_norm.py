@@ -1,4 +1,4 @@
-"""LayerNorm over the rows of a matrix: row held in a block, and in two passes over column blocks; GroupNorm of images."""
+"""LayerNorm over the rows of a matrix: row held in a block, and in two passes over column blocks; GroupNorm."""
 
 import tilelang.language as T
 import torch.nn.functional as F
