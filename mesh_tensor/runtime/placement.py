@@ -167,6 +167,7 @@ class Layout:
                 memory.untyped_storage(), tile.start, self.tile_shape, self._strides
             )
             for tile in self._tiles
+            if tile.start is not None
         }
         return [made[tile.owner] for tile in self._tiles]
 
