@@ -184,6 +184,7 @@ class VirtualMesh:
         verify_collective(step, src, dst)
         source, target, number = src.storage, dst.storage, self._places[id(step)]
         share = self.program.last_writes[target].collective is step and dst.slab is None
+        borrow = share and not self._poison and self._only_kernels_read(source, target, step)
         lies = self.layout(step.src), self.layout(step.dst), src.slab, dst.slab
         at = self._by_size(("collective", *lies), lambda mesh: mesh._change(number))
 
@@ -192,7 +193,7 @@ class VirtualMesh:
             tiles = _parts(src, memory.held[source])
             made = tiles if source == target else _parts(dst, memory.held[target])
             copies = source == target and not reshard.in_place
-            reshard([clone(tile) for tile in tiles] if copies else tiles, made, share=share)
+            reshard([clone(tile) for tile in tiles] if copies else tiles, made, share=share, borrow=borrow)
 
         if step.wait:
             return action
@@ -203,6 +204,15 @@ class VirtualMesh:
                 action(memory)
 
         return start
+
+    def _only_kernels_read(self, source: str, target: str, collective: CollectiveStep) -> bool:
+        """Nothing ever writes what a collective takes, and what it makes goes nowhere but into kernels: that may be the
+        same memory."""
+        values, writes = self.program.values, self.program.last_writes
+        users = [s for s in self.program.steps if any(values[name].storage == target for name in s.uses)]
+        given = {values[name].storage for p in self.program.parameters for name in (p.input, p.output) if name}
+        alone = all(isinstance(s, KernelStep) or s is collective for s in users)
+        return alone and target not in given and source not in writes
 
     def _change(self, number: int) -> tuple[ProgramValue, ProgramValue, Reshard]:
         (step,) = only((self.program.steps[number],), CollectiveStep)
