@@ -19,7 +19,7 @@ from kernels.cross_entropy import cross_entropy
 from kernels.embedding import embedding
 from kernels.flash_attention import flash_attention
 from kernels.gemv import gemv
-from kernels.layer_norm import layer_norm
+from kernels.layer_norm import group_norm, layer_norm
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.rope import rope
 from kernels.transpose import transpose
@@ -68,6 +68,12 @@ CASES = (
         lambda x, weight, bias: F.layer_norm(x, (1024,), weight, bias),
     ),
     Case(
+        "group norm (2, 320, 64 x 64), 32 groups",
+        lambda: group_norm(2, 320, 4096, 32),
+        lambda: [torch.randn(2, 320, 4096), torch.randn(320), torch.randn(320)],
+        lambda x, weight, bias: F.group_norm(x, 32, weight, bias),
+    ),
+    Case(
         "matmul + bias + gelu 512 x 2048 x 1024",
         lambda: matmul_bias_gelu(512, 2048, 1024, block_M=128, block_N=128, block_K=128, out_dtype="float32"),
         lambda: [torch.randn(512, 1024), torch.randn(1024, 2048), torch.randn(2048)],
@@ -89,14 +95,14 @@ CASES = (
     ),
     Case(
         "convolution 3 x 3, (4, 56, 56, 64) -> 64",
-        lambda: convolution_2d(4, 64, 56, 56, 64, block_M=256, block_K=64),
+        lambda: convolution_2d(4, 64, 56, 56, 64, block_M=16, block_K=64),
         lambda: [torch.randn(4, 56, 56, 64), torch.randn(3, 3, 64, 64)],
         lambda x, k: F.conv2d(x.permute(0, 3, 1, 2), k.permute(3, 2, 0, 1), padding=1).permute(0, 2, 3, 1),
         rtol=1e-2,
     ),
     Case(
         "embedding of 4096 tokens, 1024 features",
-        lambda: embedding(4096, 65536, 1024),
+        lambda: embedding(4096, 65536, 1024, block_N=256),
         lambda: [torch.randint(0, 65536, (4096,)).int(), torch.randn(65536, 1024)],
         lambda ids, table: F.embedding(ids, table),
     ),

@@ -64,9 +64,17 @@ def rows() -> list[Row]:
     """Two devices beside one."""
     size, tokens, features = 3074, 4096, 1024
     image = {"A": torch.randn(size, size), "K": torch.randn(3, 3)}
+    lines, block = 3152, 126  # rows of whole cache lines: a device's window of them lies in its neighbours' tiles
+    aligned = {"A": torch.randn(size, lines), "K": torch.randn(3, 3)}
     words = {"ids": torch.randint(0, 65536, (tokens,)).int(), "table": torch.randn(65536, features)}
     return [
         *_rows_of("3 x 3 filter by rows", filter_2d(size, size), {"A": 0, "out": 0}, image),
+        *_rows_of(
+            "3 x 3 filter by rows of whole cache lines",
+            filter_2d(size, lines, block_w=block),
+            {"A": 0, "out": 0},
+            aligned,
+        ),
         *_attention(),
         *_rows_of("embedding by vocabulary", embedding(tokens, 65536, features), {"table": 0, "out": 0}, words),
     ]

@@ -3,12 +3,15 @@ put together as its configuration says, with one set of constants per kind of GP
 
 - "Efficient Large-Scale Language Model Training on GPU Clusters" (arXiv 2104.04473), table 1, A100. Microbatches and
   stages per mesh are those of Megatron-LM's examples/sc21/run_table_1.sh. Its table 2: the same beside ZeRO-3.
+  A step of ZeRO-3 takes as long on 768 GPUs as on 1,536 there, 66.7 s: it waits for what is sent. That is 11 and 17 s
+  by the links' rates and a ring's messages, beside 26 and 13 s of computing. DeepSpeed's way of it is not simulated.
 - The choices of table 1 beside all others that there are on as many GPUs: whether a search finds them.
-- "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), table 5, full recomputation, A100.
+- "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), table 5, A100: full recomputation;
+  and sequence parallelism, where what is between queries, keys and values and their result is recomputed ("selective").
 - DLPerf's GPT report (Oneflow-Inc/DLPerf, reports/GPT/dlperf_gpt_test_report_210512.md), V100: 18 configurations,
   Megatron-LM's sequences per second; microbatches and heads from its Megatron-LM/README.md.
 
-All recompute their layers. float32 stands for float16: as many operations, and twice the bytes.
+All others recompute their layers. float32 stands for float16: as many operations, and twice the bytes.
 
 python -m benchmarks.bench_published_training
 """
@@ -16,33 +19,28 @@ python -m benchmarks.bench_published_training
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
 
-from tilelang import tvm
-
 import mesh_tensor as mt
-from mesh_tensor.api.model_pieces import ModelPieces, Shape, between
+from mesh_tensor.api.model_pieces import Shape, between
 from mesh_tensor.pipelining.check import Held, peaks
-from mesh_tensor.searching.choices import MODEL, Choice
+from mesh_tensor.searching.choices import Choice
 from mesh_tensor.searching.pieces import Composer, Model, named_schedule
 
 from ._timing import header, table
-from .bench_published import LAYOUTS, POSITIONS, _layer, half_precision
+from .bench_published import POSITIONS, VOCABULARY, half_precision, layer_of, layer_seconds, pieces_of_gpt
 from .bench_simulator import spearman
 
-relax = tvm.relax
-ops = relax.op
-VOCABULARY = 51200
 STATES = 2  # of Adam
 _FLOAT16 = 4  # bytes: float32 stands for it
 
 
 @dataclass(frozen=True)
 class Step:
-    """A published step of training, and its seconds. `microbatch`: rows of a device's."""
+    """A published step of training, and its seconds. `microbatch`: rows of a device's; `selective`: sequence parallel,
+    and the core of attention is all that is recomputed."""
 
     name: str
     width: int
@@ -56,13 +54,15 @@ class Step:
     batch: int
     seconds: float
     zero: int = 0
+    selective: bool = False
 
     @property
     def choice(self) -> Choice:
         """As a search would have it."""
         count = self.batch // self.data // self.microbatch
         schedule = "interleaved" if self.chunks > 1 else "1f1b"
-        return Choice(self.data, self.model, self.meshes, count, schedule, self.chunks, self.zero, recompute=True)
+        kept = {"recompute": not self.selective, "sequence": self.selective}
+        return Choice(self.data, self.model, self.meshes, count, schedule, self.chunks, self.zero, **kept)
 
 
 def ptdp() -> list[Step]:
@@ -119,14 +119,17 @@ def _at_rate(
 
 
 def recomputed() -> list[Step]:
-    """2205.05198, table 5, full recomputation; the configurations are those of its table 3."""
+    """2205.05198, table 5: full recomputation, and selective with sequence parallelism; the configurations are those of
+    its table 3."""
     rows = (
-        ("22B", 64, 6144, 48, 1, 1, 4, 4, 1.42),
-        ("175B", 96, 12288, 96, 8, 3, 64, 1, 18.13),
-        ("530B", 128, 20480, 105, 35, 3, 280, 1, 49.05),
-        ("1T", 160, 25600, 128, 64, 1, 512, 1, 94.42),
+        ("22B", 64, 6144, 48, 1, 1, 4, 4, 1.42, 1.10),
+        ("175B", 96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75),
+        ("530B", 128, 20480, 105, 35, 3, 280, 1, 49.05, 37.83),
+        ("1T", 160, 25600, 128, 64, 1, 512, 1, 94.42, 71.49),
     )
-    return [Step(n, w, h, ls, 1, 8, p, c, mb, b, seconds) for n, h, w, ls, p, c, b, mb, seconds in rows]
+    full = [Step(n, w, h, ls, 1, 8, p, c, mb, b, seconds) for n, h, w, ls, p, c, b, mb, seconds, _ in rows]
+    both = zip(full, rows, strict=True)
+    return [*full, *(replace(step, seconds=row[-1], selective=True) for step, row in both)]
 
 
 def dlperf() -> list[Step]:
@@ -148,57 +151,19 @@ def dlperf() -> list[Step]:
     return found
 
 
-@lru_cache(maxsize=64)
-def gpt(rows: int, width: int, heads: int) -> tvm.ir.IRModule:
-    """A GPT model of two layers with its loss; dropouts are masks."""
-    full, size = (rows, POSITIONS, width), width // heads
-    shapes = {"mask": (rows, heads, POSITIONS, POSITIONS), "drop1": full, "drop2": full}
-    shapes |= {"wanted": (rows, POSITIONS, VOCABULARY), "table": (VOCABULARY, width), "places": (POSITIONS, width)}
-    shapes |= {"g": (width,), "c": (width,)}
-    for number in range(2):
-        one = {"g1": (width,), "c1": (width,), "wqkv": (width, 3 * width), "bqkv": (3 * width,), "wo": (width, width)}
-        one |= {"bo": (width,), "g2": (width,), "c2": (width,), "w1": (width, 4 * width), "b1": (4 * width,)}
-        one |= {"w2": (4 * width, width), "b2": (width,)}
-        shapes |= {f"{name}_{number}": shape for name, shape in one.items()}
-    p = {name: relax.Var(name, relax.TensorStructInfo(shape, "float32")) for name, shape in shapes.items()}
-    tokens = relax.Var("tokens", relax.TensorStructInfo((rows, POSITIONS), "int64"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [tokens, *p.values()]):
-        with builder.dataflow():
-            found = builder.emit(ops.take(p["table"], builder.emit(ops.reshape(tokens, (rows * POSITIONS,))), 0))
-            x = builder.emit(ops.add(builder.emit(ops.reshape(found, full)), p["places"]))
-            for number in range(2):
-                own = {name.removesuffix(f"_{number}"): var for name, var in p.items() if name.endswith(f"_{number}")}
-                own |= {"x": x, "mask": p["mask"], "drop1": p["drop1"], "drop2": p["drop2"]}
-                x = _layer(builder.emit, own, rows, width, heads, size)
-            n = builder.emit(ops.nn.layer_norm(x, p["g"], p["c"], [2]))
-            logits = builder.emit(ops.matmul(n, builder.emit(ops.permute_dims(p["table"]))))
-            chosen = builder.emit(ops.multiply(builder.emit(ops.nn.log_softmax(logits)), p["wanted"]))
-            result = builder.emit_output(builder.emit(ops.sum(chosen)))
-        builder.emit_func_output(result)
-    return builder.get()
-
-
-def layouts() -> Mapping[str, Mapping[str, int]]:
-    """Megatron's, of both layers, and the vocabulary split."""
-    found: dict[str, dict[str, int]] = {}
-    for name, layout in LAYOUTS.items():
-        for own in (f"{name}_0", f"{name}_1") if name != "mask" else (name,):
-            found[own] = {MODEL: next(iter(layout.values()))}
-    return found | {"table": {MODEL: 0}, "wanted": {MODEL: 2}}
-
-
 _KNOWN: dict[tuple, Model] = {}
 
 
 def pieces_of(step: Step, machine: mt.Machine) -> Model:
     """The pieces of a step's model, for a device's rows of a microbatch."""
-    key = (step.microbatch, step.width, step.heads, step.model, machine.name)
+    size = step.microbatch, step.width, step.heads
+    key = (*size, step.model, step.selective, machine.name)
     if key not in _KNOWN:
-        mod = gpt(step.microbatch, step.width, step.heads)
-        inputs = ("tokens", "mask", "drop1", "drop2", "wanted")
-        pieces = ModelPieces(mod, "main", inputs, machine, layouts() if step.model > 1 else {})
-        _KNOWN[key] = pieces.model(Shape(step.microbatch, step.model, False))
+        made = pieces_of_gpt(*size, machine, step.model).model(Shape(step.microbatch, step.model, step.selective))
+        if step.selective:
+            *_, core = layer_seconds(layer_of(*size, machine, step.model, True), machine)
+            made = replace(made, layer=replace(made.layer, backward=made.layer.backward + core))
+        _KNOWN[key] = made
     return replace(_KNOWN[key], layers=step.layers)
 
 

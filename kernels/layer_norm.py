@@ -1,4 +1,4 @@
-"""LayerNorm over the rows of a matrix: row held in a block, and in two passes over column blocks."""
+"""LayerNorm over the rows of a matrix: row held in a block, and in two passes over column blocks; GroupNorm."""
 
 import tilelang.language as T
 import torch.nn.functional as F
@@ -154,3 +154,48 @@ def two_pass_layer_norm(M, N, eps=1e-5, block_M=16, block_N=64, dtype="float32",
 def layer_norm_reference(x, weight, bias, eps=1e-5):
     """LayerNorm over the last dim."""
     return F.layer_norm(x.double(), x.shape[-1:], weight.double(), bias.double(), eps).to(x.dtype)
+
+
+def group_norm(N, C, S, groups, eps=1e-5, dtype="float32", accum_dtype="float32"):
+    """`Y = (X - mean) / sqrt(var + eps) * weight + bias` for images of `S` pixels, one block per image and group of
+    channels; the variance is taken around the mean."""
+    channels = C // groups
+    count = channels * S
+
+    @T.prim_func
+    def group_norm_kernel(
+        X: T.Tensor((N, C, S), dtype),
+        weight: T.Tensor((C,), dtype),
+        bias: T.Tensor((C,), dtype),
+        Y: T.Tensor((N, C, S), dtype),
+    ):
+        with T.Kernel(groups, N, threads=128) as (bx, by):
+            x = T.alloc_fragment((channels, S), accum_dtype)
+            y = T.alloc_fragment((channels, S), accum_dtype)
+            squares = T.alloc_fragment((channels, S), accum_dtype)
+            sums = T.alloc_fragment((channels,), accum_dtype)
+            mean = T.alloc_fragment((1,), accum_dtype)
+            variance = T.alloc_fragment((1,), accum_dtype)
+            weight_shared = T.alloc_shared((channels,), dtype)
+            bias_shared = T.alloc_shared((channels,), dtype)
+            T.copy(weight[bx * channels], weight_shared)
+            T.copy(bias[bx * channels], bias_shared)
+            T.copy(X[by, bx * channels : (bx + 1) * channels, 0:S], x)
+            T.reduce_sum(x, sums, dim=1)
+            T.reduce_sum(sums, mean, dim=0)
+            for i, j in T.Parallel(channels, S):
+                squares[i, j] = (x[i, j] - mean[0] / count) * (x[i, j] - mean[0] / count)
+            T.reduce_sum(squares, sums, dim=1)
+            T.reduce_sum(sums, variance, dim=0)
+            for i, j in T.Parallel(channels, S):
+                y[i, j] = (x[i, j] - mean[0] / count) * T.rsqrt(variance[0] / count + eps)
+            for i, j in T.Parallel(channels, S):
+                y[i, j] = y[i, j] * weight_shared[i] + bias_shared[i]
+            T.copy(y, Y[by, bx * channels : (bx + 1) * channels, 0:S])
+
+    return group_norm_kernel
+
+
+def group_norm_reference(x, weight, bias, groups, eps=1e-5):
+    """GroupNorm of images whose pixels are the last dim."""
+    return F.group_norm(x.double(), groups, weight.double(), bias.double(), eps).to(x.dtype)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from tvm import ir, relax
@@ -31,9 +32,14 @@ class NamedValues:
         self._vars = {name: _by_name(func) for name, func in functions.items()}
         self._sources = source_names(relax_function(mod, function))
         self._named = SourceNames(self._sources)
-        self._unused = {
+        self._functions = functions
+
+    @cached_property
+    def _unused(self) -> set[Key]:
+        """The parameters that nothing uses."""
+        return {
             (name, param.name_hint)
-            for name, func in functions.items()
+            for name, func in self._functions.items()
             for param in set(func.params) - set(relax.analysis.free_vars(func.body))
         }
 
@@ -47,7 +53,7 @@ class NamedValues:
                 patterns.append(name)
             elif isinstance(found, str):
                 problems.append(found)
-            elif found[0] in self._unused and self._named.ours(name) != name:
+            elif self._named.ours(name) != name and found[0] in self._unused:
                 problems.append(f"nothing uses parameter {name!r}, so there is nothing to lay out")
             else:
                 meant.append((name, *found))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .beams import Beams, BeamSearch
-from .generation_functions import OwnFunctions
+from .generation_config import OwnFunctions
 from .mesh_module import MeshModule
 from .sampling import Sampling
 

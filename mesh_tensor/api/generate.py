@@ -14,8 +14,7 @@ from mesh_tensor.runtime.ambient import undisturbed
 
 from .beams import Beams
 from .decoding import Decoding, same_on_ranks
-from .generation_config import stated
-from .generation_functions import OwnFunctions
+from .generation_config import OwnFunctions, stated
 from .mesh_module import MeshModule
 from .sampling import Sampling
 

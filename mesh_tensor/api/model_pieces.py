@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from tvm import ir
@@ -28,6 +28,7 @@ from mesh_tensor.simulation.stages import held_for_backward, tile_bytes, weights
 
 from . import strategies
 from .fragments import Options, StageFragments, training_fragments
+from .pipeline.planned import AlikeStages
 from .pipeline.results import check_loss
 from .pipeline.stated import stage_layouts
 
@@ -61,6 +62,7 @@ class ModelPieces:
         self._weights = [name for name in self.flow.params if name not in inputs and self.flow.is_float(name)]
         self._known: dict[Shape, Model] = {}
         self._flows: dict[int, Flow] = {}
+        self._cuts: dict[tuple, tuple[Stage, ...]] = {}
         self._layouts, self._kinds = layouts, "FBIW" if halves else "FB"
         self.planned = 0
 
@@ -180,8 +182,14 @@ class ModelPieces:
             self._flows[rows] = Flow(bound(self.flow.mod, self.flow.function, sizes), self.flow.function)
         return self._flows[rows]
 
-    def stages_of(self, flow: Flow, layers: Sequence[int], only: Sequence[int] | None = None) -> tuple[Stage, ...]:
+    def stages_of(self, flow: Flow, layers: Sequence[int], only: tuple[int, ...] | None = None) -> tuple[Stage, ...]:
         """The function cut so that stages have so many layers, the first and last one what is around them."""
+        key = flow, tuple(layers), only
+        if key not in self._cuts:
+            self._cuts[key] = self._cut(flow, layers, only)
+        return self._cuts[key]
+
+    def _cut(self, flow: Flow, layers: Sequence[int], only: tuple[int, ...] | None) -> tuple[Stage, ...]:
         groups, start = [], 0
         for count in layers:
             groups.append([name for layer in self.layers.layers[start : start + count] for name in layer])
@@ -209,13 +217,16 @@ class ModelPieces:
         shardings: Mapping[str, Any],
         kinds: str = "FB",
         recompute: bool = False,
+        known: AlikeStages | None = None,
     ) -> StageFragments:
-        """A stage's fragments of these kinds, as a pipeline has them."""
+        """A stage's fragments of these kinds, as a pipeline has them; those of one like it that is `known`."""
         (layouts,) = stage_layouts(flow, (replace(stage, index=0),), topology, shardings)
         passed = {*self._weights, *trained_values(flow, self._weights)}
         wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
         options = Options("c", recompute=recompute, plan=PlanOptions(machine=self.machine))
-        here = training_fragments(stage, topology[stage.mesh], layouts, options, wrt, kinds)
+        mesh = topology[stage.mesh]
+        make = partial(training_fragments, stage, mesh, layouts, options, wrt, kinds)
+        here = make() if known is None else known.made(stage, mesh, layouts, wrt, kinds, make)
         return replace(here, stage=stage, inputs=tuple(name for name in stage.params if name in self.inputs))
 
     def _measured(self, here: StageFragments) -> Piece:

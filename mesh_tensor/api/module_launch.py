@@ -32,7 +32,7 @@ from mesh_tensor.targets.totals import can_be_totals
 from .module_ports import HeldWeights, ModulePort, Refined, apart, constant_tensor, module_port, picked, ports_of, whole
 
 if TYPE_CHECKING:
-    from .mesh_module import AnyLaunch
+    from .module_calls import AnyLaunch
 
 
 class ModuleLaunch:

@@ -26,9 +26,10 @@ from mesh_tensor.simulation.simulate import check_sizes_known
 
 from .found import Found, FoundKernel, amount, read_saved
 from .progress import bar
-from .search_training import TrainingOptions, TrainingPlans, search_training
+from .search_training import TrainingOptions, search_training
 from .strategies import preset_layouts
 from .training import TrainingStep
+from .training_plans import TrainingPlans
 
 _OBJECTIVES: dict[str, Callable[[Strategy], float]] = {
     "time": lambda s: s.time,

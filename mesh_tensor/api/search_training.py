@@ -2,164 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from mesh_tensor.annotations.names import source_names
-from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
 from mesh_tensor.base.machine import Machine
-from mesh_tensor.base.machine_presets import machine_code
 from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipelining.orders import SCHEDULES
 from mesh_tensor.pipelining.schedule import Schedule
-from mesh_tensor.searching.choices import DATA, Choice, Part, Space, runs_halves
-from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, layers_of, pareto
-from mesh_tensor.simulation import PipelineSimulation
+from mesh_tensor.searching.choices import Choice, Part, Question, Space, cut_best, runs_halves
+from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, layers_of
 from mesh_tensor.simulation.stages import tile_bytes
-from mesh_tensor.simulation.summary import in_bytes, in_seconds
 
-from .found import amount, cost_head, costs, made_once, one_of, read_saved
+from .found import amount, read_saved
 from .fragments import StageFragments
 from .model_pieces import ModelPieces, elements_of
-from .pipeline import Pipeline, pipeline
-from .pipeline.weights import Rule
-from .planned_choice import planned_whole, shardings_of
-from .search_stages import uneven_choices
+from .training_plans import TrainingPlans, planned_whole
 
 Rank = Callable[[Estimate], tuple]
 Report = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, eq=False)
-class TrainingPlans:
-    """What a search over ways to train found: `plans`, the best first, each with its step's time and the memory of the
-    device that holds most.
-
-    considered   choices that there are; `too_large` of them don't fit into memory
-    """
-
-    module: ImportedModule = field(repr=False)
-    function: str
-    machine: Machine
-    batch: int
-    plans: tuple[Estimate, ...] = field(repr=False)
-    considered: int
-    too_large: int
-    pieces: ModelPieces = field(repr=False)
-    names: tuple[str, ...] = ()  # of meshes, where it was said on which
-    _asked: Mapping[str, Any] = field(repr=False, default_factory=dict)
-    _runs: dict[tuple, Any] = field(repr=False, default_factory=dict)
-
-    @property
-    def best(self) -> Estimate:
-        """The first one."""
-        return self.plans[0]
-
-    def pareto(self) -> list[Estimate]:
-        """The plans than which no other one takes less time and less memory, the fastest first."""
-        return pareto(self.plans)
-
-    def picture(self, width: int = 60, height: int = 12) -> str:
-        """Time against memory, so many characters large: every plan a dot, those of the front an o."""
-        sizes = {"width": width, "height": height}
-        if wrong := [f"{name} is {shown(n)}" for name, n in sizes.items() if type(n) is not int or n < 1]:
-            refuse(wrong, where="picture", fix="give numbers of characters, from 1 up")
-        front = self.pareto()
-        times, memory = [e.time for e in self.plans], [e.memory for e in self.plans]
-        cells = [[" "] * width for _ in range(height)]
-        for each in (*self.plans, *front):
-            x = round((each.time - min(times)) / (max(times) - min(times) or 1) * (width - 1))
-            y = round((each.memory - min(memory)) / (max(memory) - min(memory) or 1) * (height - 1))
-            cells[height - 1 - y][x] = "o" if each in front else "."
-        ends = f"{in_seconds(min(times))} .. {in_seconds(max(times))}"
-        head = f"memory {in_bytes(min(memory))} .. {in_bytes(max(memory))}, upwards; time {ends}, to the right"
-        return "\n".join([head, *("|" + "".join(row).rstrip() for row in cells), "+" + "-" * width])
-
-    def arguments(self, plan: Estimate | None = None) -> dict[str, Any]:
-        """What `mt.pipeline` takes beside the module for the best plan, or this one."""
-        chosen = one_of(plan, self.best)
-        choice, names = chosen.choice, {ours: theirs for theirs, ours in source_names(self.pieces.flow.func).items()}
-        cuts, done = [], 0
-        for count in chosen.layers[:-1]:
-            done += count
-            cuts.append(names.get(self.pieces.leaving[done], self.pieces.leaving[done]))
-        last = names.get(self.pieces.flow.results[0], self.pieces.flow.results[0])
-        names_of_meshes = self.names or [f"m{number}" for number in range(choice.meshes)]
-        meshes = {name: dict(each.mesh.shape) for name, each in zip(names_of_meshes, choice.each, strict=True)}
-        return {
-            "topology": meshes,
-            "stages": cuts or {names_of_meshes[0]: [last]},
-            "shardings": {names.get(n, n): layout for n, layout in shardings_of(self.pieces, choice).items()},
-            "microbatches": choice.microbatches,
-            "schedule": choice.schedule,
-            "train": True,
-            "recompute": choice.recompute,
-        }
-
-    def run(self, *batch: Any, plan: Estimate | None = None, **options: Any) -> Any:
-        """What the plan's pipeline gives for a batch: the loss. The pipeline is made once per plan and options; take
-        `pipeline` for its gradients, and to update weights."""
-        return made_once(self._runs, self.pipeline, one_of(plan, self.best), options)(*batch)
-
-    def pipeline(self, plan: Estimate | None = None, **options: Any) -> Pipeline:
-        """The best plan, or this one, as a pipeline that trains; the options of `mt.pipeline`. Its optimizer's rule is
-        to be what `rule` makes of it."""
-        return pipeline(
-            self.module, function=self.function, **{**self.arguments(plan), "machine": self.machine, **options}
-        )
-
-    def simulation(self, plan: Estimate | None = None) -> PipelineSimulation:
-        """The best plan, or this one, simulated in full, without its optimizer's update."""
-        chosen = one_of(plan, self.best)
-        return planned_whole(self.pieces, chosen.choice, chosen.layers, self.batch)[0]
-
-    def rule(self, rule: Rule, plan: Estimate | None = None) -> Rule:
-        """An optimizer's rule for `Pipeline.update` on a virtual topology as the plan has it: with ZeRO-1 every device
-        of the data axis updates its part of each weight, and keeps states for that alone."""
-        choice = one_of(plan, self.best).choice
-        return _on_parts(rule) if choice.zero == 1 else rule
-
-    def code(self, plan: Estimate | None = None) -> str:
-        """The plan as Python to paste."""
-        lines = [f"    {name}={value!r}," for name, value in self.arguments(plan).items()]
-        last = [f"    function={self.function!r},", f"    machine={machine_code(self.machine)},"]
-        return "\n".join(["run = mt.pipeline(", "    module,", *lines, *last, ")"])
-
-    def save(self, path: str | Path) -> None:
-        """Write what was found, so that `mt.search(..., known=path)` goes on from it."""
-        rows = [{**asdict(e.choice), "time": e.time, "memory": e.memory, "layers": e.layers} for e in self.plans]
-        Path(path).write_text(json.dumps({**self._asked, "plans": rows}), encoding="utf-8")
-
-    def __str__(self) -> str:
-        rows: list[tuple[object, ...]] = [("plan", "layers of stages", "step", "memory", *cost_head(self.machine))]
-        for each in self.plans[:10]:
-            cost = costs(self.machine, each.time, each.choice.devices)
-            layers = " ".join(map(str, each.layers))
-            rows.append((each.choice, layers, in_seconds(each.time), in_bytes(each.memory), *cost))
-        head = f"{self.considered} ways to train on {self.machine.name}, batch {self.batch}: "
-        return "\n".join([f"{head}{self.too_large} don't fit", *columns(rows)])
-
-
-def _on_parts(rule: Rule) -> Rule:
-    """The rule on parts of weights and gradients, each split over the data axis along the first dim that is whole."""
-
-    def split(weight: Any, gradient: Any, state: dict[str, Any]) -> Any:
-        whole = weight.sharding
-        dims = [dim for dim in range(len(weight.shape)) if not whole.axes_of(dim)]
-        if not dims:
-            return rule(weight, gradient, state)
-        part = whole.with_shard(DATA, dims[0])
-        return rule(weight.redistribute(part), gradient.redistribute(part), state).redistribute(whole)
-
-    return split
 
 
 @dataclass(frozen=True)
@@ -205,20 +73,25 @@ def search_training(
     asked = _question(pieces, machine, batch, options)
     read = [] if options.known is None else read_saved(options.known, asked, "plans", lambda row: _plan(row, pieces))
     known = {each.choice: each for each in read}
-    found, sizes = _composed(choices, pieces, composer, batch, options, known)
-    if not found:
+    end = time.monotonic() + options.seconds
+    found, large = _composed(choices, pieces, composer, batch, options, known, end)
+    rank = _rank(options.objective)
+    tried = _in_full(sorted(found, key=rank), pieces, composer, batch, options, end)
+    if not any(each.memory <= options.limit for each in tried):  # pieces may have said a little too much
+        least = sorted(large, key=lambda each: each.memory)[: options.finalists]
+        tried += _in_full(least, pieces, composer, batch, options, end) or large
+    plans = [each for each in tried if each.memory <= options.limit]
+    if not plans:
         refuse(
             f"no way to train fits into {options.limit:,} bytes per device",
             where=f"{devices} devices of machine {machine.name!r}",
-            why=f"the smallest that was found needs {min(sizes):,}",
+            why=f"the smallest that was found needs {min(each.memory for each in tried):,}",
             fix="take more devices, a smaller batch, or a machine with more memory",
         )
-    rank = _rank(options.objective)
-    plans = _in_full(sorted(found, key=rank), pieces, composer, batch, options)
     plans.sort(key=lambda each: (not each.in_full, rank(each)))  # what is put together may leave something out
     names = () if options.topology is None else options.topology.names
     return TrainingPlans(
-        module, options.function, machine, batch, tuple(plans), len(choices), len(sizes), pieces, names, asked
+        module, options.function, machine, batch, tuple(plans), len(choices), len(large), pieces, names, asked
     )
 
 
@@ -246,9 +119,10 @@ def _composed(
     batch: int,
     options: TrainingOptions,
     known: Mapping[Choice, Estimate],
-) -> tuple[list[Estimate], list[int]]:
-    """What choices take that fit into memory, put together from pieces; and the memory of those that don't."""
-    end, found, too_large = time.monotonic() + options.seconds, list[Estimate](), list[int]()
+    end: float,
+) -> tuple[list[Estimate], list[Estimate]]:
+    """What choices take that fit into memory, put together from pieces; and those that don't."""
+    found, too_large = list[Estimate](), list[Estimate]()
     for number, choice in enumerate(choices, 1):
         try:
             if options.progress is not None:
@@ -257,10 +131,7 @@ def _composed(
             if choice not in known and late:
                 continue
             made = known.get(choice) or _estimated(choice, pieces, composer, batch, options.limit)
-            if made.memory <= options.limit:
-                found.append(made)
-            else:
-                too_large.append(made.memory)
+            (found if made.memory <= options.limit else too_large).append(made)
         except KeyboardInterrupt:
             if not found:
                 raise
@@ -309,19 +180,21 @@ _VALUES: Mapping[str, Callable[[Any], bool]] = {
 
 
 def _in_full(
-    plans: list[Estimate], pieces: ModelPieces, composer: Composer, batch: int, options: TrainingOptions
+    plans: list[Estimate], pieces: ModelPieces, composer: Composer, batch: int, options: TrainingOptions, end: float
 ) -> list[Estimate]:
-    """The plans, of which the first ones are planned in full, until so many fit as are asked for. What doesn't fit
-    then is left out, unless nothing does."""
+    """The plans, of which the first ones are planned in full: until so many fit as are asked for, or as many don't and
+    the time is over."""
     made: list[Estimate] = []
-    left = list(plans)
+    left, wanted = list(plans), options.finalists
     try:
-        while left and sum(each.memory <= options.limit for each in made) < options.finalists:
+        while left and sum(each.memory <= options.limit for each in made) < wanted:
+            if len(made) >= wanted and time.monotonic() > end:
+                break
             made.append(in_full(left[0], pieces, composer, batch))
             left.pop(0)
     except KeyboardInterrupt:  # the rest as it was put together
         pass
-    return [each for each in made if each.memory <= options.limit] + left or made
+    return made + left
 
 
 def in_full(plan: Estimate, pieces: ModelPieces, composer: Composer, batch: int) -> Estimate:
@@ -381,3 +254,46 @@ def _plan(row: Mapping[str, Any], pieces: ModelPieces) -> Estimate:
     if not whole or len(layers) != choice.stages:
         raise ValueError(f"{choice} has stages of {shown(layers)} layers, of {pieces.layers.count}")
     return Estimate(choice, float(amount(row, "time")), int(amount(row, "memory")), layers)
+
+
+def uneven_choices(pieces: ModelPieces, composer: Composer, space: Space, limit: int) -> Iterator[Choice]:
+    """Per number of microbatches, ZeRO, recomputation and sequence parallelism: the best stages on meshes of different
+    sizes, in 1F1B, that devices of so many bytes hold; nothing where meshes of one size are better."""
+    counts = [count for count in space.counts(1) if pieces.takes(space.batch // count)]
+    for count, zero, again, sequence in product(counts, space.zero, space.recompute, space.sequence):
+        base = Choice(microbatches=count, schedule="1f1b", zero=zero, recompute=again, sequence=sequence)
+        parts = cut_best(_Cut(base, pieces, composer, space).question(limit))
+        if parts is None or len({(part.data, part.model) for part in parts}) == 1:
+            continue
+        data, model = (max(getattr(part, name) for part in parts) for name in ("data", "model"))
+        if (data > 1 or not zero) and (model > 1 or not sequence):  # else it is another one
+            yield replace(base, data=data, model=model, meshes=len(parts), parts=parts)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What a choice's stages take, whatever they are cut into."""
+
+    base: Choice
+    pieces: ModelPieces
+    composer: Composer
+    space: Space
+
+    def question(self, limit: int) -> Question:
+        """How it is cut best."""
+        space, rows = self.space, self.space.batch // self.base.microbatches
+        sizes = [(d, m) for m in space.model for d in range(1, space.devices // m + 1) if rows % d == 0]
+        count = self.base.microbatches
+        return Question(space.layers, space.devices, count, sizes, self._seconds, self._memory, limit)
+
+    def _here(self, part: Part, first: bool, last: bool) -> tuple[Choice, Stage, int]:
+        choice = replace(self.base, data=part.data, model=part.model, meshes=2)
+        model = self.pieces.models(choice, self.space.batch)[0]
+        return choice, model.stage(part.layers, first, last), model.layer.received
+
+    def _seconds(self, part: Part, first: bool, last: bool) -> float:
+        return self.composer.part_seconds(*self._here(part, first, last))
+
+    def _memory(self, part: Part, first: bool, last: bool, held: int) -> float:
+        choice, stage, _ = self._here(part, first, last)
+        return self.composer.part_memory(choice, stage, held)

@@ -174,7 +174,8 @@ class Machine:
         integers and booleans count as float32."""
         wanted = str(dtype).removeprefix("torch.")
         if not is_float(wanted):
-            assert numpy_dtype(wanted)  # refused where it is none
+            if not wanted.startswith(("int", "uint", "bool")):
+                numpy_dtype(wanted)  # refuses what is none
             wanted = "float32"
         if wanted not in self.flops:
             wanted = wanted.partition("_")[0]
@@ -208,6 +209,18 @@ class Machine:
                 fix=f"use a mesh of at most {largest} devices, or a machine with a link of devices >= {devices}",
             )
         return found
+
+    def seen_from(self, first: int, devices: int) -> Machine:
+        """The machine as a mesh of so many neighbours has it that starts at device number `first`: where it starts
+        inside of a block that a link connects, and goes on in the next one, blocks of it have fewer neighbours."""
+        links = list[Link]()
+        for link in self.links:
+            blocks = link.devices
+            if blocks is not None and first // blocks < (first + devices - 1) // blocks:
+                blocks = math.gcd(first, blocks)
+            if blocks is None or not links or blocks > (links[-1].devices or 0):
+                links.append(replace(link, devices=blocks))
+        return self if tuple(links) == self.links else replace(self, links=tuple(links))
 
     def roofline(self, *names: str) -> Roofline:
         """The class that is called by the first of `names` that there is; none: the machine's own rates."""

@@ -52,7 +52,8 @@ class Mesh:
 
     def check_axes(self, axes: Iterable[str]) -> None:
         """Raise a MeshTensorError that names every axis of `axes` that this mesh doesn't have."""
-        unknown = [axis for axis in axes if axis not in self]
+        known = self._sizes
+        unknown = [axis for axis in axes if not isinstance(axis, str) or axis not in known]
         if unknown:
             refuse(
                 [f"unknown mesh axis {axis!r}" for axis in unknown],
@@ -159,7 +160,7 @@ def _checked_axes(axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
         elif number < 1:
             problems.append(f"axis {name!r} has size {number}, but a size is at least 1")
         else:
-            items.append((name, number))
+            items.append((str.__str__(name), number))  # of subclasses, too: the mesh is everybody's
     if problems:
         refuse(problems, where=f"mesh {shown(dict(axes))}", fix=fix)
     return tuple(items)

@@ -267,7 +267,7 @@ def _canonical(
         if isinstance(placement, Shard):
             dims[placement.dim].append((placement.minor, place, axis))
         elif isinstance(placement, Partial):
-            partial.append((axis, placement.op))
+            partial.append((axis, str.__str__(placement.op)))
     return tuple(tuple([axis for _, _, axis in sorted(axes)]) for axes in dims), tuple(partial)
 
 

@@ -24,7 +24,7 @@ from .torch_complex import COMPLEX, Pair, is_complex, of_complex
 from .torch_decompositions import LOOPS as LOOP_OPERATORS
 from .torch_decompositions import decomposed
 from .torch_general import any_operator, stays
-from .torch_inputs import refuse_one_for_another, with_plain_inputs
+from .torch_inputs import refuse_one_for_another, with_plain_inputs, with_size_conditions
 from .torch_loops import LOOPS, graphs_within
 from .torch_names import named
 from .torch_numbers import WITH_NUMBERS
@@ -38,7 +38,6 @@ from .torch_program import (
     refuse_autocast,
     written_buffers,
 )
-from .torch_sizes import with_size_conditions
 
 
 @uncollected
@@ -112,6 +111,8 @@ class _Importer(ExportedProgramImporter):
 
     def _checked(self, convert: Callable[[torch.fx.Node], Any], with_numbers: bool) -> Callable[[torch.fx.Node], Any]:
         def converted(node: torch.fx.Node) -> Any:
+            if (nothing := _without_elements(node)) is not None:
+                return emit(self, relax.op.zeros(*nothing))
             try:
                 if is_complex(node):
                     value = of_complex(node, self, convert)
@@ -202,6 +203,15 @@ _WAYS_OUT = {
     "while_loop": "give while_loop a condition and a body of operators that write nothing, on tensors",
 }
 _FIX = "write this part of the model with other operators, or export it in eval mode if it is for training only"
+
+
+def _without_elements(node: torch.fx.Node) -> tuple[list[int], str] | None:
+    """Shape and dtype of a result that has no elements, which no operator has to make (Relax's reshape takes a size of
+    0 for another one, its slices may end before they begin); None of any other."""
+    meant = node.meta.get("val")
+    if not isinstance(meant, torch.Tensor) or meant.is_complex() or not all(type(n) is int for n in meant.shape):
+        return None
+    return (list(meant.shape), dtype_name(meant.dtype)) if 0 in meant.shape else None
 
 
 def _difference(node: torch.fx.Node, value: Any) -> str:

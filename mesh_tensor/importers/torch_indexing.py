@@ -99,9 +99,11 @@ def scatter(node: torch.fx.Node, importer: Any, how: str) -> relax.Expr:
 
 
 def _from_start(importer: Any, where: relax.Expr) -> relax.Expr:
-    """Indices of which negative ones, which don't count from the end, are larger than any dim: without their sign."""
+    """Indices of which negative ones, which don't count from the end, are larger than any dim."""
     dtype = where.struct_info.dtype
-    return emit(importer, relax.op.bitwise_and(where, relax.const(torch.iinfo(torch_dtype(dtype)).max, dtype)))
+    negative = emit(importer, relax.op.less(where, relax.const(0, dtype)))
+    largest = relax.const(torch.iinfo(torch_dtype(dtype)).max, dtype)
+    return emit(importer, relax.op.where(negative, largest, where))
 
 
 def _check(importer: Any, indices: Any) -> None:

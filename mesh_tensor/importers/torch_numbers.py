@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tvm import relax
+from tvm import relax, tirx
 
 from mesh_tensor.targets.dtypes import dtype_name
 
@@ -31,6 +31,8 @@ def over_dims(op: Callable[..., Any]) -> Convert:
 def any_true(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Whether any element is not zero."""
     x, dims, keep = arguments(node, importer, 1, dim=None, keepdim=False)
+    if any(isinstance(size, tirx.IntImm) and int(size) == 0 for size in x.struct_info.shape):
+        return emit(importer, relax.op.zeros(list(node.meta["val"].shape), "bool"))
     if x.struct_info.dtype != "bool":
         x = emit(importer, relax.op.not_equal(x, relax.const(0, x.struct_info.dtype)))
     counts = emit(importer, relax.op.max(emit(importer, relax.op.astype(x, "int8")), _dims(dims), keep))
@@ -196,11 +198,14 @@ def is_zero(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 
 def counted(node: torch.fx.Node, importer: Any) -> Any:
-    """Numbers one step apart. Of steps down TVM makes too many: these are steps up, turned round."""
-    start, _, step = arguments(node, importer, 2, step=1)
+    """Numbers one step apart. Of steps down, and of fractions in whole numbers, which torch cuts off, TVM makes others:
+    these are steps up, multiplied."""
+    start, end, step = arguments(node, importer, 2, step=1)
     (count,), dtype = node.meta["val"].shape, result_dtype(node)
-    if not (all(isinstance(number, int) for number in (start, step, count)) and step < 0 and dtype.startswith("int")):
+    known = all(isinstance(number, (int, float)) for number in (start, end, step, count)) and dtype.startswith("int")
+    if not known or (step > 0 and not any(isinstance(number, float) for number in (start, end, step))):
         return of_tvm(node, importer)
+    start, step = int(start), int(step)
     steps = emit(importer, relax.op.arange(0, count, 1, dtype))
     moved = emit(importer, relax.op.multiply(steps, relax.const(step, dtype)))
     return emit(importer, relax.op.add(moved, relax.const(start, dtype)))

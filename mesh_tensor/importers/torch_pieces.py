@@ -3,11 +3,12 @@ other numbers than the operator. Each function takes what its operator takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._decomp.decompositions import one_layer_lstm
+from torch._decomp.decompositions import index_add, index_copy, one_layer_lstm
 
 Tensor = torch.Tensor
 _aten = torch.ops.aten
@@ -38,12 +39,16 @@ def _cosine_embedding(x: Tensor, y: Tensor, target: Tensor, margin: float = 0.0,
 
 def _multilabel_margin(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """The labels of a row end at the first -1. (Torch's own way counts what comes after as label 0.)"""
+    if not x.ndim:
+        made, hit = _multilabel_margin(x[None], target[None], reduction)
+        return made.reshape(()), hit.reshape(())
     classes = torch.arange(x.shape[-1], device=x.device)
     counts = (target != -1).to(torch.int64).cumprod(-1) == 1
     labels = torch.where(counts, target, 0)
     hit = ((classes[:, None] == labels[..., None, :]) & counts[..., None, :]).any(-1)
-    margins = (1 - x.gather(-1, labels)[..., None] + x[..., None, :]).clamp_min(0)
-    each = torch.where(counts[..., None] & ~hit[..., None, :], margins, 0).sum((-2, -1)) / x.shape[-1]
+    margins = 1 - x.gather(-1, labels)[..., None] + x[..., None, :]
+    counted = counts[..., None] & ~hit[..., None, :] & (margins > 0)  # NaN is none, as in torch
+    each = torch.where(counted, margins, 0).sum((-2, -1)) / x.shape[-1]
     return _reduced(each, reduction), hit.to(x.dtype)
 
 
@@ -52,6 +57,25 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
     rows = x.new_zeros(x.shape[dim] if x.ndim else 1, dtype=torch.int64)
     hit = rows.index_put((index.reshape(-1),), torch.ones_like(index.reshape(-1))) != 0
     return torch.where(hit.reshape([-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]), value.to(x.dtype), x)
+
+
+def _from_start(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What torch makes of an operator of (x, dim, index, ...) whose index takes no negative rows: these are too large
+    here, and refused. (Torch's own way counts them from the end.)"""
+
+    def made_of(x: Tensor, dim: int, index: Tensor, *more: Any, **options: Any) -> Tensor:
+        return op(x, dim, torch.where(index < 0, torch.iinfo(index.dtype).max, index), *more, **options)
+
+    return made_of
+
+
+def _max_unpool(x: Tensor, indices: Tensor, output_size: Sequence[int], *_: Any) -> Tensor:
+    """Values at their places among the last dims, by a scatter, which takes no negative places. (Torch's own way
+    counts these from the end.)"""
+    dims = len(output_size)
+    places, values = (tensor.flatten(-dims) for tensor in (indices, x))
+    made = values.new_zeros((*values.shape[:-1], math.prod(output_size))).scatter(-1, places, values)
+    return made.unflatten(-1, tuple(output_size))
 
 
 def _lstm_layer(
@@ -77,6 +101,10 @@ OWN_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.margin_ranking_loss.default: _margin_ranking,
     _aten.cosine_embedding_loss.default: _cosine_embedding,
     _aten.multilabel_margin_loss_forward.default: _multilabel_margin,
+    _aten.index_add.default: _from_start(index_add),
+    _aten.index_copy.default: _from_start(index_copy),
     _aten.index_fill.int_Tensor: _index_fill,
+    _aten.max_unpool2d.default: _max_unpool,
+    _aten.max_unpool3d.default: _max_unpool,
     _aten.mkldnn_rnn_layer.default: _lstm_layer,
 }

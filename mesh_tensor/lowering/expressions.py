@@ -82,14 +82,14 @@ class ValueRewriter:
         factor = self.analysis.lookups.get(of) or self.analysis.factor_of(*of)
         return None if factor is None else self.splits.get(factor)
 
-    def owned(self, statement: Statement) -> list[tirx.PrimExpr]:
-        """Conditions under which this device has what the statement looks up in split dims; what lies outside of them
-        the first device has."""
+    def owned(self, statement: Statement, of: Split | None = None) -> list[tirx.PrimExpr]:
+        """Conditions under which this device has what the statement looks up in split dims, or in those of one split;
+        what lies outside of them the first device has."""
         found: dict[tuple, tirx.PrimExpr] = {}
         for access in statement.reads:
             for dim, index in enumerate(access.indices):
                 split = self.lookup(access, dim)
-                if split is not None and (split, *_key(access)) not in found:
+                if split is not None and of in (None, split) and (split, *_key(access)) not in found:
                     at = self._rewrite(index, self.offsets)
                     inside = tirx.And(at >= split.offset, at < split.offset + split.valid)
                     outside = tirx.Or(at < 0, at >= split.size)

@@ -162,7 +162,8 @@ class _Localizer:
 
     def _owned(self, statement: Statement, value: tirx.PrimExpr, op: str) -> tirx.PrimExpr:
         """The value on the device that has what is looked up for it; what is neutral on the others."""
-        for condition in self.values.owned(statement):
+        lookups = ((statement, None), *self.once.owners(statement))
+        for condition in (condition for lookup in lookups for condition in self.values.owned(*lookup)):
             value = tirx.if_then_else(condition, value, neutral_element(op, value.dtype))
         return value
 

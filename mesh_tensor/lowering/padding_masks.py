@@ -119,6 +119,12 @@ class CountedOnce:
         copies = [reduction.products.get(product) for _, reduction in self._splits]
         return [copy for copy in copies if copy is not None]
 
+    def owners(self, statement: Statement) -> list[tuple[Statement, Split]]:
+        """What looks up, in which split, all that is in what a statement writes to a parameter: devices that have not
+        got that write 0."""
+        found = [(reduction.owners.get(statement), split) for split, reduction in self._splits]
+        return [(lookup, split) for lookup, split in found if lookup is not None]
+
     def started(self, statement: Statement, value: tirx.PrimExpr) -> tirx.PrimExpr:
         """A value in which 0 stands in for maxima that are still the lowest value: nothing counts yet of such a row,
         and the lowest value can't be taken from itself. The first device has what the whole kernel has."""
@@ -179,8 +185,9 @@ class LocalTileOps:
         Raises `Blocked` (rules.factors) where padding can't be masked."""
         record = statement.tile_op
         assert record is not None
+        owned = [condition for owner in self.once.owners(statement) for condition in self.values.owned(*owner)]
         if isinstance(record, tile_ops.Atomic) and not isinstance(record.value, tile_ops.Region):
-            return self._value_atomic(statement, record)
+            return guarded(self._value_atomic(statement, record), owned)
         destination = len(record.sources)
         args = list(statement.node.value.args)
         for position, access in enumerate((*statement.reads[:destination], statement.target)):
@@ -193,7 +200,14 @@ class LocalTileOps:
         body = sequence([*self.masks.loops(statement), call])
         body = self.masks.skipped(statement, body, args[destination])
         zero = tile_op("fill", args[destination], neutral_element("sum", statement.target.buffer.dtype))
-        body = guarded(body, [owned for copy in self.once.looked_up(statement) for owned in self.values.owned(copy)])
+        copies = self.once.looked_up(statement)
+        body = guarded(body, [condition for copy in copies for condition in self.values.owned(copy)])
+        if isinstance(record, tile_ops.Copy):
+            source, _, *extents = args[0].args
+            nothing = tile_op("fill", region_call(source.buffer, source.indices, extents, 2), 0)
+            body = sequence([*(tirx.IfThenElse(tirx.Not(condition), nothing, None) for condition in owned), body])
+        else:
+            body = guarded(body, owned)
         return guarded(body, self.values.owned(statement), zero)
 
     def _value_atomic(self, statement: Statement, record: tile_ops.Atomic) -> tirx.Stmt:

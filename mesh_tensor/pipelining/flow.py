@@ -16,8 +16,16 @@ from typing import Any
 
 from tvm import ir, relax
 
+from mesh_tensor.annotations.annotation import from_attr
+from mesh_tensor.annotations.module_annotations import HINTS_ATTR
 from mesh_tensor.annotations.named_values import NamedValues
-from mesh_tensor.annotations.names import check_module, relax_function, unique_names, with_flat_parameters
+from mesh_tensor.annotations.names import (
+    check_module,
+    relax_function,
+    source_names,
+    unique_names,
+    with_flat_parameters,
+)
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.plan.ir import STATE_ATTR
@@ -34,10 +42,21 @@ class Flow:
         self.mod = unique_names(with_flat_parameters(mod, function))
         self.function = function
         self.func = relax_function(self.mod, function)
-        self.blocks = list(self.func.body.blocks)
-        self.bindings = {b.var.name_hint: b for block in self.blocks for b in block.bindings}
+        blocks = self.func.body.blocks[:]  # a slice of TVM's arrays is a list: several times as fast to go through
+        self.blocks = [(type(block), {b.var.name_hint: b for b in block.bindings[:]}) for block in blocks]
+        self.bindings = {name: b for _, bindings in self.blocks for name, b in bindings.items()}
         self.params = {var.name_hint: var for var in self.func.params}
         self.operands = {name: operands(b.value) for name, b in self.bindings.items()}
+
+    @cached_property
+    def sources(self) -> dict[str, str]:
+        """From the names that values had where the module comes from to theirs."""
+        return source_names(self.func)
+
+    @cached_property
+    def hints(self) -> dict[str, Any]:
+        """What TVM has no words for in annotations, by what they bind."""
+        return from_attr((self.func.attrs or {}).get(HINTS_ATTR, {}))
 
     @cached_property
     def results(self) -> tuple[str, ...]:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 from tvm import ir, relax
 
-from mesh_tensor.annotations.annotation import from_attr
 from mesh_tensor.annotations.module_annotations import HINTS_ATTR
-from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, source_names
+from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.plan.manual import leaves_devices
 
@@ -275,11 +274,10 @@ def part(flow: Flow, mine: set[str], params: Sequence[str], gives: Sequence[str]
     func = mutator.function(flow, mine, taken, [variables[value] for value in gives])
     func = func.with_attr("global_symbol", name)
     there = {*mine, *params}
-    names = {theirs: own for theirs, own in source_names(flow.func).items() if own in there}
+    names = {theirs: own for theirs, own in flow.sources.items() if own in there}
     if names:
         func = func.with_attr(SOURCE_NAMES_ATTR, names)
-    hints = from_attr((flow.func.attrs or {}).get(HINTS_ATTR, {}))
-    if kept := {value: hint for value, hint in hints.items() if value in mine}:
+    if kept := {value: hint for value, hint in flow.hints.items() if value in mine}:
         func = func.with_attr(HINTS_ATTR, kept)
     mod = flow.mod.clone()
     for var in [var for var, _ in mod.functions_items() if var.name_hint == flow.function]:
@@ -307,18 +305,17 @@ class _Part(relax.PyExprMutator):
         """The function that takes `params` and returns the tuple of `gives`."""
         leaving = {var.name_hint for var in gives if isinstance(var, relax.DataflowVar)}
         blocks, left = [], {}
-        for block in flow.blocks:
-            kept = [binding for binding in block.bindings if binding.var.name_hint in mine]
+        for kind, bindings in flow.blocks:
+            kept = [name for name in bindings if name in mine]
             if not kept:
                 continue
             made = []
-            for binding in kept:
-                made.append(self._again(binding))
-                name = binding.var.name_hint
+            for name in kept:
+                made.append(self._again(bindings[name]))
                 if name in leaving:  # what a dataflow block gives is a variable of another kind
                     left[name] = relax.Var(f"{name}_out", made[-1].var.struct_info)
                     made.append(relax.VarBinding(left[name], made[-1].var))
-            blocks.append(type(block)(made))
+            blocks.append(kind(made))
         outs = [left.get(var.name_hint) or self.get_var_remap(var.vid) or var for var in gives]
         fields = relax.Tuple(outs)
         out = relax.Var("stage_results", relax.TupleStructInfo([var.struct_info for var in outs]))

@@ -4,7 +4,7 @@ before anything runs. What else is looked up is checked where that happens, in w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,11 +29,14 @@ def index_checks(graph: Graph) -> tuple[IndexCheck, ...]:
     origin: dict[Value, tuple[str, bool]] = {
         param: (param.name, True) for param in graph.params if param.type.dtype in ("int32", "int64")
     }
-    checks = []
+    checks, below_zero = [], dict[Value, Value]()
     for node in graph.nodes:
-        source = origin.get(node.inputs[0]) if node.inputs else None
-        if source is not None and (_keeps_elements(node) or _without_sign(node)):
-            origin[node.outputs[0]] = source[0], source[1] and not _without_sign(node)
+        if node.call.name == "less" and _number(node.inputs[1]) == 0:
+            below_zero[node.outputs[0]] = node.inputs[0]
+        elif node.inputs and node.inputs[0] in origin and _keeps_elements(node):
+            origin[node.outputs[0]] = origin[node.inputs[0]]
+        elif _without_sign(node, below_zero) and node.inputs[2] in origin:
+            origin[node.outputs[0]] = origin[node.inputs[2]][0], False
         for index, size, from_end in _look_ups(node):
             if index in origin:
                 parameter, signed = origin[index]
@@ -46,13 +49,18 @@ def _keeps_elements(node: Node) -> bool:
     return same and node.outputs[0].type.dtype in (node.inputs[0].type.dtype, "int64")
 
 
-def _without_sign(node: Node) -> bool:
+def _without_sign(node: Node, below_zero: Mapping[Value, Value]) -> bool:
     """Whether it makes negative elements larger than any dim, and leaves others as they are: they don't count from the
     end."""
-    if node.call.name != "bitwise_and" or node.inputs[1].data is None:
+    if node.call.name != "where" or below_zero.get(node.inputs[0]) is not node.inputs[2]:
         return False
-    mask = node.inputs[1].data.data.numpy()
-    return mask.ndim == 0 and int(mask) == np.iinfo(mask.dtype).max
+    return _number(node.inputs[1]) == np.iinfo(node.outputs[0].type.dtype).max
+
+
+def _number(value: Value) -> int | float | None:
+    """What a constant of no dims is; None of any other value."""
+    known = value.data.data.numpy() if value.data is not None else None
+    return known.item() if known is not None and known.ndim == 0 else None
 
 
 def _look_ups(node: Node) -> Iterator[tuple[Value, int, bool]]:

@@ -15,7 +15,7 @@ from .family import decided_in, same_data, shaped
 from .plan_module import ModulePlan, Port
 from .program import ProgramValue, bytes_received
 from .size_terms import Box, Sizes, Terms
-from .sized_calls import NotSizedError, numbers_of, with_sizes
+from .sized_calls import NotSizedError, SizedCall, is_plain, numbers_of
 from .steps import AllocStep, CollectiveStep, FreeStep, OpStep, Step, WaitStep
 
 _Slots = tuple[int, ...]  # numbers of terms
@@ -82,7 +82,7 @@ class Region:
         self.values = {name: (value, self._changing(next(slots))) for name, value in made.values.items()}
         self._ports = [(port, self._changing(next(slots))) for port in self._plan.ports]
         self._checks = [(check, self._changing(next(slots))) for check in self._plan.index_checks]
-        self.calls: dict[_Key, OpCall] = {}
+        self.calls: dict[_Key, tuple[OpCall, bool]] = {}  # and whether it `is_plain`
         self.ops: dict[
             int, tuple[_Key, int]
         ] = {}  # of steps by number, those that change: their call, and flops beside
@@ -90,7 +90,7 @@ class Region:
         for (number, op), own, of_call in zip(ops, self._more, slots, strict=True):
             if self._changing(of_call) is not None or self._beside.is_open(own):
                 key = id(op.call), of_call
-                self.calls[key] = op.call
+                self.calls.setdefault(key, (op.call, is_plain(op.call)))
                 self.ops[number] = key, own
 
     def _changing(self, slots: _Slots) -> _Slots | None:
@@ -118,8 +118,8 @@ class Region:
 
 
 class _Filled(Mapping[str, ProgramValue]):
-    """The values of a region's plan for some sizes, and its `steps`, each made when somebody asks for it: one
-    object each, whichever threads ask. `numbers`, `beside`: what terms are then, and those of flops of what was fused."""
+    """The values of a region's plan for some sizes, and its `steps`, each made once, when somebody asks for it.
+    `numbers`, `beside`: what terms are then, and those of flops of what was fused."""
 
     def __init__(self, region: Region, numbers: Sequence[int], beside: Sequence[int]) -> None:
         self._region, self._numbers, self._beside = region, numbers, beside
@@ -164,7 +164,8 @@ class _Filled(Mapping[str, ProgramValue]):
     def _call(self, key: _Key) -> tuple[OpCall, int]:
         found = self._calls.get(key)
         if found is None:
-            call = with_sizes(self._region.calls[key], self.at(key[1]))
+            of, plain = self._region.calls[key]
+            call = SizedCall(of, self.at(key[1]), plain)
             found = self._calls.setdefault(key, (call, count_flops(call)))
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from tvm import relax, tirx
@@ -32,17 +33,47 @@ def numbers_of(call: OpCall) -> tuple[Hashable, tuple[int, ...]]:
     return (call.name, str(expr.op), attrs, args, infos, types), tuple(numbers)
 
 
-def with_sizes(call: OpCall, sizes: Sequence[int]) -> OpCall:
-    """The call with these in place of its sizes."""
-    left = iter(sizes)
-    expr = call.expr
+class SizedCall(OpCall):
+    """A call with others in place of its sizes. Its `expr` is made when somebody asks for it.
+
+    plain   of the call, whether it `is_plain`"""
+
+    _call: OpCall
+    _sizes: Sequence[int]
+
+    def __init__(self, call: OpCall, sizes: Sequence[int], plain: bool) -> None:
+        left = iter(sizes[len(sizes) - sum([tensor.ndim for tensor in (*call.inputs, *call.outputs)]) :])
+        inputs, outputs = (tuple([_type(t, left) for t in tensors]) for tensors in (call.inputs, call.outputs))
+        known = {"name": call.name, "inputs": inputs, "outputs": outputs, "operator": call.operator}
+        vars(self).update(known, _call=call, _sizes=sizes)
+        if plain:
+            vars(self).update(operands=call.operands, literals=call.literals)
+
+    @cached_property
+    def expr(self) -> relax.Call:  # type: ignore[override]
+        return _expr(self._call.expr, iter(self._sizes))
+
+    @property
+    def attrs(self) -> Any:
+        return self._call.attrs
+
+
+def is_plain(call: OpCall) -> bool:
+    """Whether none of the call's arguments beside tensors has sizes."""
+    numbers: list[int] = []
+    for arg, literal in zip(call.expr.args[:], call.operands, strict=True):
+        if literal is not None:
+            _read(arg, numbers)
+    return not numbers
+
+
+def _expr(expr: relax.Call, left: Iterator[int]) -> relax.Call:
     known: dict[relax.Var, relax.Var] = {}
     args = [_made(arg, left, known) for arg in expr.args[:]]
     infos = [_made_info(info, left) for info in expr.sinfo_args[:]]
     made = relax.Call(expr.op, args, expr.attrs, infos)
     relax.expr._update_struct_info(made, _made_info(expr.struct_info, left))
-    inputs, outputs = (tuple([_type(t, left) for t in tensors]) for tensors in (call.inputs, call.outputs))
-    return OpCall(call.name, made, inputs, outputs)
+    return made
 
 
 def _type(tensor: TensorType, left: Iterator[int]) -> TensorType:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES
+from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.sharding import Partial, Placement, Replicate, Shard, Sharding
 
@@ -90,9 +91,7 @@ class RedistributionPlan:
         for move, size in zip(self.moves, self.bytes_per_move, strict=True):
             kind = f"{move.kind}({move.op})" if move.op else move.kind
             rows.append((kind, ", ".join(move.axes), str(move.after), f"{size:,}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n  ".join([f"{head}: {self.bytes:,} bytes per device", *(line.rstrip() for line in lines)])
+        return "\n".join([f"{head}: {self.bytes:,} bytes per device", *columns(rows)])
 
 
 def plan_moves(src: Sharding, dst: Sharding, shape: Sequence[int]) -> tuple[Move, ...]:

@@ -23,8 +23,9 @@ from mesh_tensor.program.steps import KernelStep, Meanings
 
 class Memory:
     """What this process holds while a program runs: per storage the local memory, in whatever form the backend has it,
-    what was started and not yet waited for (by the name of the value that it makes), the kernel's own scalars, and
-    what the backend has for the `sized` values of this program. Keeps count of the bytes per device of what is told to `hold` and `drop`."""
+    what was started and not yet waited for (by the name of the value that it makes), the kernel's own scalars, and what
+    the backend's actions find for the program's sizes (`sized`). Keeps count of the bytes per device of what is told to
+    `hold` and `drop`."""
 
     __slots__ = ("_sizes", "held", "live_bytes", "peak_bytes", "pending", "scalars", "sized")
 

@@ -16,7 +16,7 @@ from mesh_tensor.base.dtypes import ALIGNMENT, poison_value
 from mesh_tensor.base.reductions import neutral
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.targets.dtypes import dtype_name
-from mesh_tensor.targets.tile_memory import empty_tile
+from mesh_tensor.targets.tile_memory import LARGE, empty_tile
 
 from .elementwise import combiner, copy, fill
 from .reshard import Tiles
@@ -48,6 +48,8 @@ class Layout:
         self._tiles = self._describe()
         self._owners = sorted({tile.owner for tile in self._tiles})
         self._is_one = sharding.mesh.num_devices == 1
+        in_one = all(tile.start is not None and not tile.blank for tile in self._tiles)
+        self._side_by_side = in_one and self.tile_shape != self.shape and self.tile_bytes >= LARGE
         self._contributors = self._partials() if self._op else {}
 
     def _describe(self) -> list[_Tile]:
@@ -81,7 +83,10 @@ class Layout:
 
     def spread(self, tensor: torch.Tensor, *, borrow: bool = False, share: bool = False, poison: bool = False) -> Tiles:
         """The devices' tiles of `tensor`, padded with zeros (or poison). With `borrow`, a tile may be a view into
-        `tensor`: each part once, or as often as needed with `share`. With `share`, equal tiles have one memory."""
+        `tensor`: each part once, or as often as needed with `share`. With `share`, equal tiles have one memory. Large
+        ones lie as in the tensor, if they can: what neighbours exchange is then in its place."""
+        if self._side_by_side and share and not borrow:
+            return self._copied(tensor)
         borrow = borrow and tensor.data_ptr() % ALIGNMENT == 0
         if borrow and self._is_one:
             return [tensor]
@@ -152,6 +157,19 @@ class Layout:
         if self.tile_shape == self.shape:
             return tensor
         return tensor.as_strided(self.tile_shape, self._strides, tensor.storage_offset() + tile.start)
+
+    def _copied(self, tensor: torch.Tensor) -> Tiles:
+        """The devices' tiles in one copy of `tensor`; torch takes them for tensors that have nothing in common."""
+        memory = empty_tile(self.shape, self.dtype, tensor.device)
+        copy(memory, tensor)
+        made = {
+            tile.owner: torch.empty(0, dtype=self.dtype, device=tensor.device).set_(
+                memory.untyped_storage(), tile.start, self.tile_shape, self._strides
+            )
+            for tile in self._tiles
+            if tile.start is not None
+        }
+        return [made[tile.owner] for tile in self._tiles]
 
     def _cut(self, tensor: torch.Tensor, tile: _Tile, poison: bool) -> torch.Tensor:
         new = empty_tile(self.tile_shape, self.dtype, tensor.device)

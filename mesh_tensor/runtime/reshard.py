@@ -14,6 +14,7 @@ from itertools import product
 
 import torch
 
+from mesh_tensor.base.dtypes import ALIGNMENT
 from mesh_tensor.base.reductions import neutral
 from mesh_tensor.base.sharding import Partial, Shard, Sharding
 from mesh_tensor.targets.dtypes import dtype_name
@@ -57,13 +58,19 @@ class Reshard:
         self.blank = neutral(started[0], dtype_name(dtype)) if started else 0
         self.in_place = src.tile_shape(shape) == dst.tile_shape(shape) and all(map(_stays, self.deliveries))
 
-    def __call__(self, src: Tiles, dst: Tiles, *, share: bool = False) -> None:
+    def __call__(self, src: Tiles, dst: Tiles, *, share: bool = False, borrow: bool = False) -> None:
         """Fill `dst`. With `share`, devices that get the same tile have one memory: `dst`'s entries become that one.
+        With `borrow`, too, it may be memory of `src`.
 
         `src` and `dst` may be the same memory where `in_place` says so."""
         for delivery in self.deliveries:
             leader, followers = delivery.ranks[0], delivery.ranks[1:]
             out = dst[leader]
+            there = _lies_in(src, delivery, out) if borrow else None
+            if there is not None:
+                for rank in delivery.ranks:
+                    dst[rank] = there
+                continue
             if delivery.blank:
                 fill(out, self.blank)
             for piece in delivery.pieces:
@@ -89,6 +96,26 @@ def reshard_of(shape: tuple[int, ...], dtype: torch.dtype, src: Sharding, dst: S
 def part(tile: torch.Tensor, region: Region) -> torch.Tensor:
     """That region of a tile, as a view; an empty region is all of it."""
     return tile[region] if region else tile
+
+
+def _lies_in(src: Tiles, delivery: Delivery, out: torch.Tensor) -> torch.Tensor | None:
+    """The tile that a delivery makes, as a view, if all of its pieces lie side by side already: `out` is like it."""
+    if delivery.blank or any(len(piece.sources) > 1 for piece in delivery.pieces):
+        return None
+    places, elements = set(), 0
+    for piece in delivery.pieces:
+        ((rank, region),) = piece.sources
+        given, taken = part(src[rank], region), part(out, piece.region)
+        if given.stride() != out.stride():
+            return None
+        start = given.storage_offset() - taken.storage_offset() + out.storage_offset()
+        places.add((given.untyped_storage().data_ptr(), start))
+        elements += given.numel()
+    if len(places) != 1 or elements != out.numel():
+        return None
+    ((_, start),) = places
+    view = src[delivery.pieces[0].sources[0][0]].as_strided(out.shape, out.stride(), start)
+    return view if view.data_ptr() % ALIGNMENT == 0 else None
 
 
 def _stays(delivery: Delivery) -> bool:

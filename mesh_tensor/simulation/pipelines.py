@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.check import Dependencies, Takes
 from mesh_tensor.pipelining.clock import Event, Processors, Timeline, timeline
 from mesh_tensor.pipelining.schedule import Action, Schedule
@@ -217,9 +218,9 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
     """
     machine.check_holds(pipe.topology.num_devices, str(pipe.topology))
     stages, names = pipe.fragments, pipe.topology.names
-    inside = replace(machine, result=0.0)  # what fragments make stays where it is
+    inside = _places(pipe.topology, replace(machine, result=0.0))  # what fragments make stays where it is
     made = {
-        (here.stage.index, kind): simulation(fragment.module.program, inside)
+        (here.stage.index, kind): simulation(fragment.module.program, inside[pipe.schedule.mesh_of[here.stage.index]])
         for here in stages
         for kind, fragment in here.fragments.items()
     }
@@ -233,7 +234,8 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
         stage = here.stage.index
         last = "W" if "W" in here.fragments else "B"
         beside |= {(stage, kind): adding_seconds(here, machine) if kind == last else (0.0, 0.0) for kind in "FBIW"}
-        endings[pipe.schedule.mesh_of[stage]] += reducing_seconds(here, machine)
+        mesh = pipe.schedule.mesh_of[stage]
+        endings[mesh] += reducing_seconds(here, inside[mesh])
     return PipelineSimulation(
         machine,
         names,
@@ -246,3 +248,9 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
         {here.stage.index: tuple(dict.fromkeys(here.stage.takes.values())) for here in stages},
         tuple(pipe.topology[name].num_devices for name in names),
     )
+
+
+def _places(topology: Topology, machine: Machine) -> list[Machine]:
+    """The machine as every mesh has it from where it lies."""
+    sizes = [topology[name].num_devices for name in topology.names]
+    return [machine.seen_from(sum(sizes[:number]), size) for number, size in enumerate(sizes)]

@@ -18,8 +18,9 @@ from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.verify import held_bytes
 
+from .costs import COMPUTE
 from .pipelines import PipelineSimulation, simulate_pipeline
-from .streams import COMPUTE, RUN, WAIT, Events, called_seconds, critical, play
+from .streams import RUN, WAIT, Events, called_seconds, critical, play
 from .summary import Group, check_count, groups, named_kinds, page, table, trace, why
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -71,7 +72,19 @@ class Section:
             line = adding(step, Line(call, names[0], names[1], ends), totals)
             record = None if records is None else records.get(step.results[0])
             lines.append(line if record is None else record.line(step, line))
-        self._line, self._lines = StraightLine(lines, listed=listed), lines
+        self._line, self._lines, self._target = StraightLine(lines, listed=listed), lines, target
+
+    def resized(self, program: Program, numbers: Sequence[int], calls: dict[int, TileCall]) -> Section:
+        """The same steps, of these numbers, of a program of one device that differs in sizes only; without records and
+        totals. `calls`: what is known of it, by the ids of the calls of now."""
+        made = copy(self)
+        for number, line in zip(numbers, self._lines, strict=True):
+            if id(line.call) not in calls:
+                (step,) = only((program.steps[number],), OpStep)
+                calls[id(line.call)] = _tile_call(step, program, 0, self._target)
+        made._lines = [Line(calls[id(line.call)], line.args, line.results, line.ends) for line in self._lines]
+        made._line = self._line.with_calls([line.call for line in made._lines])
+        return made
 
     def __call__(self, held: dict[str, Any]) -> None:
         """Run the steps."""
@@ -81,19 +94,23 @@ class Section:
             line = self._line.failed_at(error)
             _refuse_failed(self.steps[line], self._lines[line].call, error)
 
-    def memory(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], list[str], int]:
-        """Of storages' sizes: those of what is there afterwards, and was not before; what ends that was there before;
-        and how much more there is at most than before."""
+    def memory(self, size: Callable[[str], int]) -> tuple[dict[str, int], list[str], int]:
+        """Of storages, in bytes: those that are there afterwards, and were not before; which ones end that were there
+        before; and how much more there is at most than before. `size` is asked of the latter."""
         made: dict[str, int] = {}
         dropped: list[str] = []
         now = peak = 0
         for line in self._lines:
-            new = {name: sizes[name] for name in line.results if name not in made and name not in line.args}
-            made |= new
-            now += sum(new.values())
+            for name, nbytes in zip(line.results, line.call.nbytes, strict=True):
+                if name not in made and name not in line.args:
+                    made[name] = nbytes
+                    now += nbytes
             peak = max(peak, now)
-            now -= sum([sizes[name] for name in line.ends])
-            dropped += [name for name in line.ends if made.pop(name, None) is None]
+            for name in line.ends:
+                ended = made.pop(name, None)
+                if ended is None:
+                    dropped.append(name)
+                now -= size(name) if ended is None else ended
         return made, dropped, peak
 
     def failed_at(self, error: BaseException) -> OpStep:
@@ -262,7 +279,7 @@ def _without_padding(function: Callable[..., Any], call: OpCall, valid: Sequence
     given = len(vjp_of(call).given) if call.operator == VJP else len(valid)
 
     def run(*tiles: torch.Tensor) -> Any:
-        if any(0 in each.extent and 0 not in each.stored for each in valid):
+        if any(extent == 0 < size for each in valid for size, extent in zip(each.stored, each.extent, strict=True)):
             return [tiles[0].new_zeros(out.shape, dtype=torch_dtype(out.dtype)) for out in call.outputs]
         repeated = [each.repeated(tile) for tile, each in zip(tiles[:given], valid, strict=False)]
         return function(*repeated, *tiles[given:])

@@ -6,15 +6,18 @@ Functions, shapes and dtypes are no part of its source, so that the same calls a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import CodeType
 from typing import Any
 
 import torch
 
 Shape = tuple[int, ...]
+_Place = tuple[int, str, int | None]  # of a line by its number, a field of its call, and a number in that
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class TileCall:
     gives: tuple[Shape, ...]
     dtypes: tuple[torch.dtype, ...]
     whole: tuple[bool, ...]
+
+    @cached_property
+    def nbytes(self) -> tuple[int, ...]:
+        """How many bytes each result takes."""
+        return tuple([math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.gives, self.dtypes, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -62,10 +70,23 @@ class StraightLine:
 
     def __init__(self, lines: Sequence[Line], *, listed: bool = False) -> None:
         writer = _Writer(lines, listed)
-        self._numbers = writer.numbers
-        namespace = dict(writer.constants)
-        exec(_compiled("\n".join(writer.source)), namespace)
-        self.run: Callable[[dict[str, Any]], None] = namespace["run"]
+        self._numbers, self._code, self._places = writer.numbers, _compiled("\n".join(writer.source)), writer.places
+        self.run = self._run_with(writer.constants)
+
+    def with_calls(self, calls: Sequence[TileCall]) -> StraightLine:
+        """The same with these calls, of lines without totals; shapes are alike where they are among those of now."""
+        made = copy(self)
+        namespace = dict(_GIVEN)
+        for name, (number, field, position) in self._places.items():
+            value = getattr(calls[number], field)
+            namespace[name] = value if position is None else value[position]
+        made.run = made._run_with(namespace)
+        return made
+
+    def _run_with(self, constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
+        namespace = dict(constants)
+        exec(self._code, namespace)
+        return namespace["run"]
 
     def failed_at(self, error: BaseException | None) -> int:
         """The number of the line that raised `error`, or what led to it; of the first one where none did."""
@@ -80,7 +101,8 @@ class StraightLine:
 
 
 class _Writer:
-    """The source of lines; `numbers` has the number of the Line per line of source, counted from 1."""
+    """The source of lines; `numbers` has the number of the Line per line of source, counted from 1; `places`: where the
+    constants of calls are."""
 
     def __init__(self, lines: Sequence[Line], listed: bool) -> None:
         ended = {name for line in lines for name in line.ends}
@@ -91,7 +113,8 @@ class _Writer:
         self._loaded: set[str] = set()
         self._known: dict[Any, str] = {}
         self._count = self._number = 0
-        self.constants: dict[str, Any] = {"Tensor": torch.Tensor, "only": _only}
+        self.constants: dict[str, Any] = dict(_GIVEN)
+        self.places: dict[str, _Place] = {}
         self.source, self.numbers = ["def run(held):"], [0, 0]
         for self._number, line in enumerate(lines):
             self._write(line)
@@ -102,7 +125,8 @@ class _Writer:
         call = line.call
         for name, shape in zip(line.args, call.comes, strict=True):
             self._load(name, shape)
-        operands = [self._as(self._locals[name], shape) for name, shape in zip(line.args, call.takes, strict=True)]
+        takes = enumerate(zip(line.args, call.takes, strict=True))
+        operands = [self._as(self._locals[name], shape, "takes", position) for position, (name, shape) in takes]
         results = [self._local(name) for name in line.results]
         if line.kept:
             operands.append(self._kept_for(line))
@@ -120,7 +144,7 @@ class _Writer:
         for position, (name, result) in enumerate(zip(line.results, results, strict=True)):
             self._finish(result, call, position)
             if name in self._kept:
-                kept = self._as(result, call.gives[position])
+                kept = self._as(result, call.gives[position], "gives", position)
                 if totals and totals[position]:
                     there = totals[position] if line.added is not None else f"{totals[position]}.add_({kept})"
                     kept = f"{kept} if {totals[position]} is None else {there}"
@@ -137,12 +161,12 @@ class _Writer:
 
     def _called(self, line: Line, operands: Sequence[str], totals: Sequence[str]) -> str:
         """The call, of a total, too, where its function can add to that and there is one."""
-        plain = f"{self._constant('f', line.call.function)}({', '.join(operands)})"
+        plain = f"{self._constant('f', line.call.function, 'function')}({', '.join(operands)})"
         if line.added is None:
             return plain
         ((total, gives, makes),) = zip(totals, line.call.gives, line.call.makes, strict=True)
-        wanted = total if gives == makes else f"{total}.view({self._constant('s', makes)})"
-        adds = f"{self._constant('f', line.added)}({', '.join((*operands, wanted))})"
+        wanted = total if gives == makes else f"{total}.view({self._constant('s', makes, 'makes', 0)})"
+        adds = f"{self._constant('f', line.added, 'added')}({', '.join((*operands, wanted))})"
         return f"{plain} if {total} is None else {adds}"
 
     def _kept_for(self, line: Line) -> str:
@@ -150,8 +174,10 @@ class _Writer:
             self._add(f"{self._local(line.kept)} = held.pop({line.kept!r})")
         return self._locals[line.kept]
 
-    def _as(self, local: str, shape: Shape) -> str:
-        return local if self._shapes[local] == shape else f"{local}.reshape({self._constant('s', shape)})"
+    def _as(self, local: str, shape: Shape, field: str, position: int) -> str:
+        if self._shapes[local] == shape:
+            return local
+        return f"{local}.reshape({self._constant('s', shape, field, position)})"
 
     def _load(self, name: str, shape: Shape) -> None:
         if name not in self._locals:
@@ -166,7 +192,10 @@ class _Writer:
         return self._locals[name]
 
     def _finish(self, result: str, call: TileCall, position: int) -> None:
-        dtype, self._shapes[result] = self._constant("d", call.dtypes[position]), call.makes[position]
+        dtype, self._shapes[result] = (
+            self._constant("d", call.dtypes[position], "dtypes", position),
+            call.makes[position],
+        )
         self._add(f"if {result}.dtype is not {dtype}: {result} = {result}.to({dtype})")
         if call.whole[position]:
             self._add(f"{result} = {result}.contiguous()")
@@ -180,11 +209,12 @@ class _Writer:
         if local is not None:
             self._add(f"{local} = None")
 
-    def _constant(self, kind: str, value: Any) -> str:
+    def _constant(self, kind: str, value: Any, field: str, position: int | None = None) -> str:
         key = (kind, value if kind != "f" else id(value))
         if key not in self._known:
             self._known[key] = f"{kind}{len(self._known)}"
             self.constants[self._known[key]] = value
+            self.places[self._known[key]] = self._number, field, position
         return self._known[key]
 
     def _add(self, source: str) -> None:
@@ -198,6 +228,9 @@ def _only(made: Any) -> torch.Tensor:
         return made
     (result,) = made
     return result
+
+
+_GIVEN = {"Tensor": torch.Tensor, "only": _only}
 
 
 @lru_cache(maxsize=256)

@@ -35,6 +35,8 @@ OF_A_PROGRAM = (
     | _ops("tirx", "ptx_ldmatrix ptx_mma tvm_thread_allreduce tvm_warp_activemask tvm_warp_shuffle")
     | _ops("tirx", "tvm_warp_shuffle_down tvm_warp_shuffle_up tvm_warp_shuffle_xor")
     | _ops("tl", "mbarrier_expect_tx mbarrier_wait_parity ptx_ldmatrix ptx_stmatrix region")
+    | _ops("tl", "atomic_add_elem_op atomic_add_ret_elem_op atomic_max_elem_op atomic_max_ret_elem_op")
+    | _ops("tl", "atomic_min_elem_op atomic_min_ret_elem_op")
     | _ops("tl.tileop", "copy cummax cumsum fill gemm gemm_blockscaled gemm_sp reduce transpose")
     | _ops("tl.tileop", "tcgen05_gemm tcgen05_gemm_blockscaled tcgen05_gemm_sp wgmma_gemm wgmma_gemm_sp")
 )

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import mesh_tensor as mt
 from kernels.models import gpt2
-from mesh_tensor.api import planned_choice
+from mesh_tensor.api import model_pieces
+from mesh_tensor.api.pipeline import planned
 from mesh_tensor.api.search_training import in_full
 from mesh_tensor.base.machine import Link, Memory
 from mesh_tensor.searching.pieces import Composer
@@ -232,18 +233,18 @@ def test_stages_that_compute_alike_are_planned_once(monkeypatch):
     few = {"zero": [0], "recompute": [False], "sequence": [False], "model": [1], "schedules": ["1f1b"]}
     found = mt.search(exported(8)[1], 4, CPU, batch=8, finalists=0, microbatches=[4], **few)
     plan = next(p for p in found.plans if p.choice.meshes == 4 and p.layers[1] == p.layers[2])
-    planned, one = [], type(found.pieces).fragments
+    laid_out, one = [], model_pieces.training_fragments
 
-    def counted(self, flow, stage, *rest):
-        planned.append(stage.index)
-        return one(self, flow, stage, *rest)
+    def counted(stage, *rest):
+        laid_out.append(stage.index)
+        return one(stage, *rest)
 
-    monkeypatch.setattr(type(found.pieces), "fragments", counted)
+    monkeypatch.setattr(model_pieces, "training_fragments", counted)
     made = found.simulation(plan)
-    assert planned == [0, 1, 3]
-    monkeypatch.setattr(planned_choice, "renamed", lambda *_: None)  # each is planned for itself
+    assert laid_out == [0, 1, 3]
+    monkeypatch.setattr(planned, "_equal", lambda *_: False)  # each is planned for itself
     each = found.simulation(plan)
-    assert planned == [0, 1, 3, 0, 1, 2, 3]
+    assert laid_out == [0, 1, 3, 0, 1, 2, 3]
     assert (made.time, made.peaks, made.transfers, made.endings) == (
         each.time, each.peaks, each.transfers, each.endings,
     )  # fmt: skip

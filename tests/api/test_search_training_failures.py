@@ -123,6 +123,15 @@ def test_a_plan_of_nobody(found):
         found.arguments(5)
 
 
+def test_what_needs_a_byte_more_than_there_is(module):
+    """Pieces say about what plans need: what they say is too little isn't taken, and what they say is too much is."""
+    few = {"schedules": ["1f1b"], "microbatches": [2], "recompute": [False]}
+    least = mt.search(module, 4, CPU, batch=8, finalists=100, objective="memory", **few).best.memory
+    assert mt.search(module, 4, CPU, batch=8, memory_limit=least, **few).best.memory == least
+    with pytest.raises(mt.MeshTensorError, match=f"fits into {least - 1:,} bytes(.|\n)*needs {least:,}"):
+        mt.search(module, 4, CPU, batch=8, memory_limit=least - 1, **few)
+
+
 def test_a_machine_that_is_too_small(module):
     with pytest.raises(mt.MeshTensorError, match=r"the search has 64 devices, the machine 16"):
         mt.search(module, 64, "h100x16", batch=64)

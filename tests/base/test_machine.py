@@ -94,3 +94,14 @@ def test_the_table_says_what_the_machine_can_do():
 def test_plans_are_made_for_what_cpu_ranks_were_measured_to_do():
     assert CPU.flops_per_byte == 64
     assert CPU.bytes_per_start == 200_000
+
+
+def test_a_mesh_lies_where_it_starts():
+    near, node, far = Link("pair", 2, 4.0, 0.0), Link("node", 8, 2.0, 0.0), Link("network", None, 1.0, 0.0)
+    machine = Machine("nodes", {"float32": 1.0}, (Memory(1, 1.0),), (near, node, far))
+    assert machine.seen_from(0, 64) is machine
+    assert machine.seen_from(2, 4) is machine  # in one node
+    assert machine.seen_from(8, 16) is machine
+    assert [machine.seen_from(4, 8).link(n).name for n in (2, 4, 8)] == ["pair", "node", "network"]
+    assert [machine.seen_from(6, 4).link(n).name for n in (2, 4)] == ["pair", "network"]
+    assert [machine.seen_from(7, 4).link(n).name for n in (2, 4)] == ["network", "network"]

@@ -59,6 +59,13 @@ def test_sizes_of_numpy_become_ints():
     assert type(Mesh({"x": np.int64(2)}).size("x")) is int
 
 
+def test_names_of_numpy_become_plain():
+    """The first mesh that is made is everybody's."""
+    first = Mesh({np.str_("of numpy"): 2})
+    assert first is Mesh({"of numpy": 2})
+    assert type(first.axis_names[0]) is str
+
+
 def test_a_huge_mesh_costs_nothing():
     mesh = Mesh({"x": 2**20, "y": 2**20})
     assert mesh.num_devices == 2**40

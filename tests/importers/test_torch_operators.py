@@ -26,7 +26,7 @@ def check(function, *inputs, others=(), dynamic_shapes=None):
     """What the module computes on one device and on a mesh is what torch computes, in the same dtypes."""
     model = Function(function)
     module = mt.from_torch(torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes))
-    first = {module.mod["main"].params[0].name_hint: {"x": 0, "y": 1} if inputs[0].ndim > 1 else {"x": 0}}
+    first = {module.mod["main"].params[0].name_hint: dict(zip("xy", range(inputs[0].ndim), strict=False))}
     run = mt.distribute_module(module.mod, {"x": 2, "y": 2}, first, poison=True)
     for given in (inputs, *others):
         torch.testing.assert_close(mt.run_sequential(module.mod, given), model(*given), equal_nan=True)
@@ -290,3 +290,71 @@ def test_an_embedding_whose_gradient_is_scaled_by_frequency():
     model = nn.Embedding(8, 4, scale_grad_by_freq=True)
     with pytest.raises(mt.MeshTensorError, match="gradient is scaled by frequency"):
         mt.from_torch(torch.export.export(model, (torch.randint(8, (3,)),)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[3:1],
+        lambda x: x[:0].reshape(0, 1, 7),
+        lambda x: (x[:0].any(), x[:0].all(0), x[:, :0].prod(1), torch.cat([x[5:4], x])),
+        lambda x: torch.arange(2.1, -2.9, -1.0, dtype=torch.int64) + x[:4, :1],
+        lambda x: torch.arange(1.0, 5.000001, 2.0, dtype=torch.int64) + x[:, :2],
+    ],
+)
+def test_tensors_without_elements_and_steps_of_fractions(function):
+    check(function, torch.randn(5, 7))
+
+
+def test_an_input_without_elements_is_split_further():
+    module = mt.from_torch(torch.export.export(Function(torch.frexp), (torch.zeros(1, 0, 3),)))
+    (name,) = [param.name_hint for param in module.mod["main"].params]
+    mantissa, exponent = mt.distribute_module(module, {"x": 2, "y": 2}, {name: {"x": 1, "y": 0}})(torch.zeros(1, 0, 3))
+    assert (mantissa.shape, mantissa.dtype) == ((1, 0, 3), torch.float32)
+    assert (exponent.shape, exponent.dtype) == ((1, 0, 3), torch.int32)
+
+
+LOWEST = torch.iinfo(torch.int64).min  # what NaN is as an index
+
+
+@pytest.mark.parametrize(
+    ("function", "recorded", "given"),
+    [
+        (F.cross_entropy, (3, 0, 2), (3, LOWEST, 2)),
+        (lambda x, i: x.gather(1, i[:, None]), (3, 0, 2), (3, LOWEST, 2)),
+        (lambda x, i: x.scatter(1, i[:, None], 1.0), (3, 0, 2), (3, LOWEST, 2)),
+        (lambda x, i: x.index_add(0, i, x, alpha=0.5), (1, 0, 1), (1, -1, 1)),
+        (lambda x, i: x.index_copy(1, i, x[:, 1:]), (3, 0, 2), (3, -1, 2)),
+        (lambda x, i: F.max_unpool1d(x[:, :1], i[:, None], 4), (3, 0, 2), (3, -1, 2)),
+    ],
+)
+def test_indices_before_the_first_are_refused_as_in_torch(function, recorded, given):
+    x, index = torch.randn(3, 4), torch.tensor(given)
+    computed = Function(lambda x, index: function(x, index * 1))  # so that no call can be refused by its argument
+    module = mt.from_torch(torch.export.export(computed, (x, torch.tensor(recorded))))
+    with pytest.raises((IndexError, RuntimeError)):
+        function(x, index)
+    for layouts in ({}, {"inputs_0": {"x": 0}}, {"inputs_0": {"x": 1}, "inputs_1": {"x": 0}}):
+        with pytest.raises(mt.MeshTensorError, match="indices from "):
+            mt.distribute_module(module, {"x": 2}, layouts)(x, index)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_max_unpool(dims):
+    pool, unpool = getattr(F, f"max_pool{dims}d"), getattr(F, f"max_unpool{dims}d")
+    values, places = pool(torch.randn(2, 3, *[6, 4, 4][:dims]), 2, return_indices=True)
+    check(lambda x, i: unpool(x, i, 2), values, places)
+
+
+@pytest.mark.parametrize("of", [F.conv2d, F.conv_transpose2d])
+def test_convolutions_of_large_integers(of):
+    x, weight = torch.randint(-(2**60), 2**60, (2, 4, 5, 5)), torch.randint(-99, 99, (4, 2, 3, 3))
+    check(lambda x, weight: of(x, weight, groups=2, dilation=2), x, weight)
+
+
+def test_labels_with_nan_and_of_one_number():
+    targets = torch.tensor([[0, 2, -1, 1], [1, 3, 2, -1], [-1, 0, 0, 0]])
+    x = torch.randn(3, 4)
+    holes = torch.where(x > x.median(), torch.nan, x)
+    check(lambda x, t: F.multilabel_margin_loss(x, t, reduction="none"), x, targets, others=[(holes, targets)])
+    check(F.multilabel_margin_loss, x[0, 0], targets[0, 0])

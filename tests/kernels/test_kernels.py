@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+import mesh_tensor as mt
 from kernels.catalogue import CASES, KernelCase
+from kernels.layer_norm import group_norm, group_norm_reference
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 from mesh_tensor.targets.interpreter import interpret
@@ -62,6 +64,13 @@ def test_compiled(case: KernelCase):
     arguments = case.arguments(func, inputs)
     compile_for_cpu(func)(*arguments.values())
     case.check(arguments, case.expected(inputs))
+
+
+def test_group_norm_by_images_and_groups():
+    mesh, layouts = mt.Mesh({"x": 2, "y": 2}), {"X": {"x": 0, "y": 1}, "weight": {"y": 0}, "bias": {"y": 0}}
+    kernel = mt.compile(mt.annotate(group_norm(3, 12, 40, 4), mesh, layouts), target="c", strict=True)
+    x, weight, bias = torch.randn(3, 12, 40), torch.randn(12), torch.randn(12)
+    torch.testing.assert_close(kernel(x, weight, bias), group_norm_reference(x, weight, bias, 4), rtol=1e-4, atol=1e-4)
 
 
 def test_index_that_is_bound_before_its_loop_is_refused():

@@ -6,8 +6,10 @@ import pytest
 import tilelang.language as T
 import torch
 
+import mesh_tensor as mt
 from kernels.packed import packed_attention, packed_attention_reference
 from kernels.rope import packed_rope
+from kernels.sparse import searched_grouped_matmul, searched_grouped_matmul_reference
 from tests.other_machines import machine
 
 from .every_layout import check
@@ -67,6 +69,60 @@ def test_rows_are_read_and_written_where_they_lie(body):
     a, layouts = torch.randn(ROWS, DIM), {"A": {"x": 0}, "Out": {"x": 0}}
     assert outline(lowered(written(body), {"x": 3}, layouts, strict=True)) == ["kernel(A, table, Out)"]
     check(written(body), [a, ROWS_OF], expected(a, adds=body is added))
+
+
+@T.macro
+def by_its_row(A, table, Out, row, bx):
+    for n in T.serial(T.cast(A[table[bx], 0], "int32")):
+        if A[table[bx], n] > 0:
+            for j in T.Parallel(DIM):
+                row[j] = row[j] * 2 + A[table[bx], n] + bx
+    T.copy(row, Out[table[bx], 0])
+
+
+@T.macro
+def told_elsewhere(A, table, Out, row, bx):
+    for j in T.Parallel(DIM):
+        row[j] = row[j] + A[table[bx], T.cast(A[table[bx], 0], "int32")]
+    T.copy(row, Out[table[bx], 0])
+    Out[bx % ROWS, 1] = row[0]
+
+
+@T.macro
+def asserted(A, table, Out, row, bx):
+    T.device_assert(table[bx] >= 0, "a row of the table")
+    T.copy(row, Out[table[bx], 0])
+
+
+def test_programs_of_no_row_still_assert():
+    a, rows = torch.randn(ROWS, DIM), torch.tensor([0, 1, 2, 3, -1, 4, 5, 6]).int()
+    with machine(1), pytest.raises(mt.MeshTensorError, match="a row of the table"):
+        run(written(asserted), {"x": 3}, {"A": {"x": 0}, "Out": {"x": 0}}, a, rows, torch.zeros(ROWS, DIM))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_a_row_says_decides_what_its_program_does(elsewhere):
+    """Rows that are none of the table are of programs that write nothing."""
+    a, result = torch.randn(ROWS, DIM), torch.zeros(ROWS, DIM)
+    a[:, 0] = torch.arange(ROWS) % (DIM - 1)
+    body = told_elsewhere if elsewhere else by_its_row
+    rows = torch.tensor([0, 5, 5, 3, 2, 6, 4, 2]).int() if elsewhere else ROWS_OF
+    for n, at in enumerate(rows.tolist()):
+        if not 0 <= at < ROWS:
+            continue
+        said, row = int(a[at, 0]), a[at].clone()
+        if elsewhere:
+            result[at] = row + a[at, said]
+            result[n % ROWS, 1] = result[at, 0]
+        else:
+            for k in range(said):
+                row = row * 2 + a[at, k] + n if a[at, k] > 0 else row
+            result[at] = row
+    layouts = {"A": {"x": 0}, "Out": {"x": 0}}
+    with machine(1):
+        assert (outline(lowered(written(body), {"x": 3}, layouts)) == ["kernel(A, table, Out)"]) != elsewhere
+        got = run(written(body), {"x": 3}, layouts, a, rows, torch.zeros(ROWS, DIM))
+    torch.testing.assert_close(got, result, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_tokens_stay():
@@ -135,6 +191,54 @@ def test_a_longer_table_has_rows_where_the_other_has_none():
         assert steps == ["kernel(A, S, table, Out)", "all_reduce(Out, sum, x)"]
         torch.testing.assert_close(run(kernel, {"x": 2}, {"A": {"x": 0}}, a, s, table), result, rtol=1e-5, atol=1e-5)
         check(kernel, [a, s, table], result)
+
+
+def sought(how):
+    """Two rows of A, doubled, that every program seeks in a table."""
+
+    @T.prim_func
+    def kernel(
+        A: T.Tensor((ROWS, DIM), "float32"),
+        table: T.Tensor((8,), "int32"),
+        Out: T.Tensor((ROWS, DIM), "float32"),
+    ):
+        with T.Kernel(8, threads=32) as bx:
+            row = T.alloc_shared((2, DIM), "float32")
+            at = T.alloc_var("int32")
+            at = 0
+            for n in T.serial(8):
+                at = T.if_then_else(n <= bx, table[n], at)
+            T.copy(A[at, 0], row)
+            if how == "moved on":
+                at = (at + 1) % ROWS
+            for i, j in T.Parallel(2, DIM):
+                row[i, j] = row[i, j] * 2 + bx
+            T.copy(row, Out[at, 0])
+
+    return kernel
+
+
+@pytest.mark.parametrize("how", ["kept", "moved on"])
+def test_rows_at_places_that_programs_seek(how):
+    a, layouts, result = torch.randn(ROWS, DIM), {"A": {"x": 0}, "Out": {"x": 0}}, torch.zeros(ROWS, DIM)
+    for n, at in enumerate(ROWS_OF.tolist()):
+        moved = (at + 1) % ROWS if how == "moved on" else at
+        for row, to in ((at, moved), (at + 1, moved + 1)):
+            if 0 <= to < ROWS:
+                result[to] = (a[row] if 0 <= row < ROWS else torch.zeros(DIM)) * 2 + n
+    with machine(1):
+        assert (outline(lowered(sought(how), {"x": 3}, layouts)) == ["kernel(A, table, Out)"]) == (how == "kept")
+        got = run(sought(how), {"x": 3}, layouts, a, ROWS_OF, torch.zeros(ROWS, DIM))
+    torch.testing.assert_close(got, result, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_groups_that_programs_seek_stay():
+    func, counts = searched_grouped_matmul(3, 40, 24, 32), torch.tensor([7, 0, 33]).int()
+    a, b = torch.randn(40, 32), torch.randn(3, 32, 24)
+    steps = outline(lowered(func, {"x": 3}, {"A": {"x": 0}, "C": {"x": 0}}, strict=True))
+    assert steps == ["kernel(A, B, counts, C)"]
+    got = run(func, {"x": 3}, {"A": {"x": 0}, "C": {"x": 0}}, a, b, counts)
+    torch.testing.assert_close(got, searched_grouped_matmul_reference(a, b, counts), rtol=1e-5, atol=1e-5)
 
 
 STARTS = torch.tensor([0, 5, 6, 13]).int()

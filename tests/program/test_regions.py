@@ -1,6 +1,7 @@
 """Plans for sizes between others: as those that are made anew, and found without planning."""
 
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -58,6 +59,27 @@ def test_two_sizes(found):
         torch.testing.assert_close(run(tokens), model(tokens), rtol=2e-4, atol=2e-5)
         same_as_new(run)
     assert len(found[True]) >= 4
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_is_ready_to_run_is_shared(devices):
+    """Sizes of a region have one list of actions, and each its own numbers in it, whatever order they come in."""
+    model, module = llama_of_any_length(batch=True)
+    layout = {**llama.tensor_parallel(LLAMA, "x"), "tokens": {}} if devices == 1 else {"tokens": {"x": 0}}
+    run = mt.distribute_module(module, {"x": devices}, layout)
+    lengths = (100, 102, 104, 106, 90, 120, 84, 122, 100, 120, 84, 106, 122)
+    for length in lengths:
+        tokens = torch.randint(48, (4, length))
+        torch.testing.assert_close(run(tokens), model(tokens), rtol=2e-4, atol=2e-5)
+        lies = mt.distribute(tokens, run.mesh, {"x": 0})
+        torch.testing.assert_close(run(lies).full(), model(tokens), rtol=2e-4, atol=2e-5)
+    shared = Counter(id(launch._run._mesh._first) for launch in run._launches)
+    assert max(shared.values()) >= 3
+    new = llama.build(LLAMA)
+    run.load_state_dict(new.state_dict())
+    for length in (104, 90, 104):
+        tokens = torch.randint(48, (4, length))
+        torch.testing.assert_close(run(tokens), new(tokens), rtol=2e-4, atol=2e-5)
 
 
 class Window(torch.nn.Module):

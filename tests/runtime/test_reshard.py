@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from mesh_tensor import Mesh, Sharding
+from mesh_tensor import Mesh, Sharding, distribute
 from mesh_tensor.redistribution.plan import elements_received, illegal_move, plan_moves
-from mesh_tensor.runtime.reshard import Reshard
+from mesh_tensor.runtime.placement import layout_of
+from mesh_tensor.runtime.reshard import Reshard, reshard_of
 
 from .reference import assert_holds, elements_of, garbage, scatter, shardings, windowed
 
@@ -103,3 +104,36 @@ def _lacking(shape, src, dst, rank):
     have[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))] = 0
     valid = tuple(slice(0, size) for size in dst.valid_extent(shape, rank))
     return int(elements_of(have, dst, rank)[valid].sum())
+
+
+@pytest.mark.parametrize(
+    ("window", "borrowed"),
+    [
+        ("W[0](1022, 1, 0, 513)", [True, True]),
+        ("W[0](1024, 1, -1, 514)", [False, False]),
+        ("W[0](1024, 1, -1, 514, True)", [False, False]),
+        ("W[0](1024, 1, 0, 514)", [True, False]),
+    ],
+)
+def test_windows_on_tiles_that_lie_side_by_side(window, borrowed):
+    """Inside of the tensor they are where the tiles are; over its ends, or around, they are copied."""
+    mesh, tensor = Mesh({"x": 2}), torch.randn(1024, 512)
+    tiles = distribute(tensor, mesh, {"x": 0})
+    src, dst = tiles.sharding, Sharding.parse(mesh, 2, f"S[0]; {window}")
+    change = reshard_of(tensor.shape, tensor.dtype, src, dst)
+    layout = layout_of(tensor.shape, tensor.dtype, dst)
+    found, expected = (layout.allocate(tensor.device) for _ in range(2))
+    change(list(tiles.tiles()), found, share=True, borrow=True)
+    change(list(tiles.tiles()), expected)
+    assert all(map(torch.equal, found, expected))
+    memory = tiles.tile(0).untyped_storage().data_ptr()
+    assert [tile.untyped_storage().data_ptr() == memory for tile in found] == borrowed
+
+
+def test_tiles_apart_are_copied():
+    mesh, tensor = Mesh({"x": 2}), torch.randn(1024, 512)
+    tiles = [half.clone() for half in tensor.split(512)]
+    src, dst = Sharding.parse(mesh, 2, "S[0]"), Sharding.parse(mesh, 2, "R")
+    found = [torch.empty_like(tensor) for _ in range(2)]
+    Reshard(tensor.shape, tensor.dtype, src, dst)(tiles, found, share=True, borrow=True)
+    assert torch.equal(found[1], tensor)

@@ -133,3 +133,17 @@ def test_training_is_simulated_like_any_module():
     made = mt.simulate(run, "cpu")
     assert any(step.kind == "all_reduce over data" for step in made.steps)
     assert made.peak_bytes > 0
+
+
+def test_a_mesh_that_starts_inside_of_a_node_sends_between_nodes(module):
+    """Nodes have 4 devices: a mesh of 4 behind one of 2 lies in two of them."""
+    nodes = replace(FREE, links=(Link("near", 4, rate=1e30, start=0.0), Link("far", None, rate=1e30, start=1.0)))
+
+    def reduced(first):
+        topology = {"m0": {"d": first}, "m1": {"d": 4}}
+        layouts = {"tokens": {"d": 0}, "labels": {"d": 0}, "blocks.1": {"d": 0}}
+        run = mt.pipeline(module, topology, ["blocks.1"], layouts, microbatches=1, train=True)
+        return mt.simulate(run, nodes).endings[1]
+
+    assert reduced(4) < 1e-9
+    assert reduced(2) >= 1

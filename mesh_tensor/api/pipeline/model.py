@@ -24,6 +24,7 @@ from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
 from mesh_tensor.runtime.ranks.alike import values_of
+from mesh_tensor.runtime.ranks.faults import ways_of
 from mesh_tensor.runtime.ranks.transfers import RankTopology
 
 from ..fragments import Options, StageFragments, Values
@@ -323,8 +324,10 @@ class Pipeline:
 
     @cached_property
     def _own_facts(self) -> dict[str, str]:
-        """What has to be alike on all ranks, whatever the batch."""
+        """What has to be alike on all ranks, whatever the batch. Ranks of a mesh compare their programs beside."""
+        parts = [part for here in self.fragments for part in here.fragments["F"].module.program.parts]
         return {
+            **ways_of(str(step.call.expr) for part in parts for step in part.ops),
             "schedule": str(self.schedule),
             "topology": str(self.topology),
             "stages": str(self.stages),

@@ -20,7 +20,7 @@ from mesh_tensor.tir.linear import Linear, holds_always, linear_form, loop_range
 from mesh_tensor.tir.loops import one_iteration
 from mesh_tensor.tir.nodes import loads, nodes
 from mesh_tensor.tir.rewrite import region_call, tile_op, with_other_dims
-from mesh_tensor.tir.user_reports import prints
+from mesh_tensor.tir.user_reports import assert_call, prints
 
 from .factor_derivation import Dim
 from .factors import why_not_covered
@@ -220,11 +220,30 @@ def _in_blocks(
         places = zip(access.indices, access.buffer.shape, strict=True)
         return any(not replaced(low, size).same_as(low) for low, size in places)
 
-    if place.may_be_outside:
+    def writes_there(statement: Statement) -> bool:
+        start = {loop.var: tirx.IntImm(loop.var.dtype, 0) for loop in statement.loops if loop.kind == "tile"}
+        target = statement.target
+        indices = [tirx.stmt_functor.substitute(index, start) for index in target.indices]
+        return any(not replaced(i, size).same_as(i) for i, size in zip(indices, target.buffer.shape, strict=True))
+
+    if place.may_be_outside and _is_all_there(kernel, place, writes_there):
+        body = tirx.IfThenElse(tirx.EQ(place.number, place.nearest), body, None)
+    elif place.may_be_outside:
         body = _outside_is_zero(body, place, is_there)
     elif place.on_chip and any(kernel.is_param(access.buffer) and is_there(access) for access in accesses):
         return None
     return None if body is None else with_other_dims(body, {of.buffer: of.buffer for of in accesses}, placed)
+
+
+def _is_all_there(kernel: Kernel, place: _Place, writes_there: Callable[[Statement], bool]) -> bool:
+    """Whether all that a program writes is at its place: one whose place is no block does nothing."""
+    if place.loops[-1].kind != "grid" or any(buffer.scope() == "global" for buffer in kernel.on_chip):
+        return False
+    asserts = any(isinstance(s.node, tirx.AssertStmt) or assert_call(s.node) is not None for s in kernel.statements)
+    if asserts or any(s.unknown for s in kernel.statements):
+        return False
+    written = [s for s in kernel.statements if s.write is not None and kernel.is_param(s.write.buffer)]
+    return bool(written) and all(map(writes_there, written))
 
 
 def _outside_is_zero(

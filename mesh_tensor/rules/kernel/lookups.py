@@ -25,6 +25,7 @@ from .data_indices import is_bound_to_loads, is_loaded, only_writes, takes_one
 from .factor_derivation import Dim
 from .factors import Factor
 from .looked_up_products import LookedUpProducts, Use
+from .owned_programs import owned_programs
 from .partial_values import PartialValues
 from .reader import known_uses
 from .reductions import Reduction
@@ -45,8 +46,9 @@ def candidates(kernel: Kernel, coordinates: Coordinates) -> list[Factor]:
     found = [
         (param, dim) for param, dim in coordinates.detached if _is_indexed_by_data(kernel, kernel.params[param], dim)
     ]
-    dims = [(place,) for place in found]
-    return [_factor(kernel, places) for places in (*_at_one_place(kernel, coordinates, found), *dims)]
+    single = [(place,) for place in found]
+    together = _at_one_place(kernel, coordinates, found)
+    return [_factor(kernel, dims) for dims in dict.fromkeys((*together, *single))]
 
 
 def _factor(kernel: Kernel, dims: tuple[Dim, ...]) -> Factor:
@@ -55,16 +57,14 @@ def _factor(kernel: Kernel, dims: tuple[Dim, ...]) -> Factor:
 
 
 def _at_one_place(kernel: Kernel, coordinates: Coordinates, dims: Sequence[Dim]) -> list[tuple[Dim, ...]]:
-    """Dims of one length that are looked up at the same place, of several tables of blocks that are multiplied."""
+    """Dims of one length that are looked up at the same place, of several tables: one device makes all that a program
+    does of them."""
     groups: list[tuple[tirx.PrimExpr, tirx.PrimExpr, list[Dim]]] = []
     for param, dim in dims:
         buffer = kernel.params[param]
         uses = [(statement, access, dim) for statement, access in known_uses(kernel, buffer)]
         places = [access.indices[dim] for _, access, _ in uses]
-        multiplied = LookedUpProducts(kernel, coordinates, uses).copies.values()
-        if not all(statement in multiplied for statement, *_ in uses):
-            continue
-        if not all(same_expression(place, places[0]) for place in places):
+        if owned_programs(kernel, coordinates, uses) is None:
             continue
         alike = (
             group
@@ -97,7 +97,7 @@ def _lookup(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Lookup 
         return Lookup(factor.dims, factor, Reduction()) if all(only_writes(s, a) for s, a, _ in uses) else None
     if not all(takes_one(*use) for use in uses):
         return None
-    reduction = _reduction(kernel, coordinates, factor, uses)
+    reduction = owned_programs(kernel, coordinates, uses) or _reduction(kernel, coordinates, factor, uses)
     return None if reduction is None else Lookup(factor.dims, factor, reduction)
 
 

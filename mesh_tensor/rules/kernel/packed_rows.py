@@ -65,18 +65,28 @@ def _start(kernel: Kernel, place: Dim, analyzer: arith.Analyzer) -> tirx.PrimExp
 def _row(
     kernel: Kernel, statement: Statement, access: Access, dim: int, analyzer: arith.Analyzer
 ) -> tuple[tirx.PrimExpr, tirx.Var] | None:
-    """The row of the program from which an access counts, which is loaded of what nothing writes, and the loop that
-    counts on from there one by one."""
+    """The row of the program from which an access counts, which is loaded of what nothing writes any more, and the loop
+    that counts on from there one by one."""
     if access.forms[dim] is not None or dim in statement.element_dims(access):
         return None
     index = without_binds(access.indices[dim], kernel)
     inner = {x.var: tirx.IntImm(x.var.dtype, 0) for x in statement.loops if x.kind != "grid"}
     start = analyzer.simplify(tirx.stmt_functor.substitute(index, inner))
     known = {*(loop.var for loop in kernel.grid), *kernel.func.params}
-    if not loads(start) or not vars_of([start], {}) <= known or not all(kernel.keeps(x.buffer) for x in loads(start)):
+    is_settled = all(_is_settled(kernel, load.buffer) for load in loads(start))
+    if not loads(start) or not vars_of([start], {}) <= known or not is_settled:
         return None
     counted = _single(linear_form(analyzer.simplify(index - start), {}))
     return None if counted is None else (start, counted)
+
+
+def _is_settled(kernel: Kernel, buffer: tirx.Buffer) -> bool:
+    """Whether all that is made of what a buffer holds is made of the same: on chip, of what it holds in the end."""
+    if kernel.is_param(buffer):
+        return kernel.keeps(buffer)
+    last = max((statement.top for statement in kernel.statements if statement.writes(buffer)), default=-1)
+    users = (s for s in kernel.statements if not s.writes(buffer) and any(a.buffer.same_as(buffer) for a in s.reads))
+    return buffer.scope() != "global" and all(statement.top > last for statement in users)
 
 
 def _single(form: Linear | None) -> tirx.Var | None:

@@ -25,8 +25,9 @@ from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
 from .programs import is_of_programs
 from .scans import Scan, find_scans
+from .state_finder import find_states
 from .statements import Access, Kernel, Statement, describe, used_vars
-from .states import State, find_states
+from .states import State
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,8 @@ class Reduction:
     only outputs are partial; `completed` are the live ranges that are used whole. `masked`: False where padding that a
     block reaches past the tile's end is known to be neutral. `states`: what loops carry that is combined, but is no
     plain reduction; `scans`: what each carries in order. `products`: those of blocks that one device looked up, each
-    with the copy that did; the others leave them out."""
+    with the copy that did; the others leave them out. `owners`: what writes parameters what one device has all
+    data for, each with a statement that looks these up; the others write 0."""
 
     partial: Mapping[LiveRange, str] = field(default_factory=dict)
     updates: Mapping[Statement, Linear] = field(default_factory=dict)
@@ -50,6 +52,7 @@ class Reduction:
     states: tuple[State, ...] = ()
     scans: tuple[Scan, ...] = ()
     products: Mapping[Statement, Statement] = field(default_factory=dict)
+    owners: Mapping[Statement, Statement] = field(default_factory=dict)
 
     @property
     def scan(self) -> Scan | None:

@@ -22,6 +22,7 @@ from .iterations import Iteration
 from .live_ranges import LiveRange
 from .padding import takes_whole_blocks
 from .replaced_states import Best, Stated, find_best, find_stated
+from .state_finder import carrying_loops, changed_in, is_in_place, is_plain
 from .state_values import Atom, Level, Part, StateValue
 from .statements import (
     RESUMED,
@@ -33,7 +34,6 @@ from .statements import (
     mentions,
     without_binds,
 )
-from .states import carrying_loops, changed_in, is_in_place, is_plain
 
 _ONE = Part(Level.FIXED, 1.0)
 

@@ -28,14 +28,24 @@ class OpCall:
 
     def attr(self, name: str, default: Any = None) -> Any:
         """An attribute as plain Python: ints, floats, strings, bools, tuples of them or None."""
-        value = getattr(self.expr.attrs, name, None) if self.expr.attrs is not None else None
+        value = None if self.attrs is None else getattr(self.attrs, name, None)
         return default if value is None else plain(value)
+
+    @property
+    def attrs(self) -> Any:
+        """The call's attributes, if it has any."""
+        return self.expr.attrs
 
     @cached_property
     def literals(self) -> tuple[Any, ...]:
         """The arguments that are no tensors, in order, as plain Python: R.shape and tuples of R.prim_value become
         tuples of ints, R.prim_value a number, R.str a string."""
-        return tuple(plain(arg) for arg in self.expr.args if not _has_tensor(arg))
+        return tuple(arg for arg in self.operands if arg is not None)
+
+    @cached_property
+    def operands(self) -> tuple[Any, ...]:
+        """Per argument: None for one with tensors, else as in `literals`."""
+        return tuple([None if _has_tensor(arg) else plain(arg) for arg in self.expr.args[:]])
 
     @cached_property
     def options(self) -> tuple:

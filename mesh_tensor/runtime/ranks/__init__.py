@@ -1,5 +1,6 @@
 """Programs on the ranks of torch.distributed: one process per device, DTensors or local tensors in and out."""
 
+from .device_meshes import named
 from .dtensor import (
     axes_out_of_order,
     check_order,
@@ -12,7 +13,7 @@ from .dtensor import (
     to_dtensor,
     to_placements,
 )
-from .ranks import are_current, named, ranks_of
+from .ranks import are_current, ranks_of
 from .redistribution import redistribute, resume
 
 __all__ = [

@@ -25,8 +25,9 @@ from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, of_tiles
 
 from .carriers import MOVED
+from .device_meshes import named
 from .faults import Faults, agree, digest_of
-from .ranks import Ranks, named, ranks_of
+from .ranks import Ranks, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any, NoReturn
 
@@ -152,7 +152,7 @@ def program_facts(program: Program, target: str, overlap: str | int) -> dict[str
     ops = [str(step.call.expr) for part in program.parts for step in part.ops]
     kernels = [_text(step.func) for part in program.parts for step in part.kernels]
     return {
-        "version of mesh_tensor": _version(),
+        **ways_of(ops),
         "kernel": program.name,
         "mesh": str(program.mesh),
         "shapes": ", ".join(f"{value.name} {value.shape}" for value in values),
@@ -160,9 +160,13 @@ def program_facts(program: Program, target: str, overlap: str | int) -> dict[str
         "layouts": ", ".join(f"{value.name} '{value.sharding}'" for value in values),
         "target": target,
         "overlap": str(overlap),
-        **({"gelu": gelu.how()} if any(_GELU in op for op in ops) else {}),
         "steps": f"digest {_digest(chr(10).join([*steps, *ops, *kernels]))[:12]}",
     }
+
+
+def ways_of(ops: Iterable[str]) -> dict[str, str]:
+    """What of a process decides how it computes these operators, as program_facts has it."""
+    return {"version of mesh_tensor": _version(), **({"gelu": gelu.how()} if any(_GELU in op for op in ops) else {})}
 
 
 def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str = "", fix: str = "") -> None:

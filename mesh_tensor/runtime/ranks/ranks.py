@@ -15,11 +15,12 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 
 from .calls import Calls
+from .device_meshes import backends, check_backend, check_fit, device_mesh_of, named, timeout_of, world_group
 from .lane import GlooWire, StoreBoard, Wire, can_share, end_watch, machine_of, place_here, said_timeout, watch
 from .shared_meeting import shared_wire
 
@@ -47,7 +48,7 @@ class Ranks:
     """`mesh` as processes: device i of the mesh is the process at place i of `device_mesh`; this one is `rank`."""
 
     def __init__(self, mesh: Mesh, device_mesh: DeviceMesh, device_type: str) -> None:
-        _check_fit(mesh, device_mesh)
+        check_fit(mesh, device_mesh)
         at = device_mesh.get_coordinate()
         places = device_mesh.mesh.flatten().tolist()
         if at is None:
@@ -68,7 +69,7 @@ class Ranks:
         _alive.add(self)
         config = dist.get_backend_config(device_mesh.get_group(0))
         check_backend(device_type, config, str(mesh))
-        self._tagged = _backends(config).get(device_type) == "gloo"
+        self._tagged = backends(config).get(device_type) == "gloo"
 
     def place(self, rank: int) -> int:
         """The process that is device `rank` of the mesh, as torch.distributed numbers it."""
@@ -113,7 +114,7 @@ class Ranks:
             self.met = self.say(place.ljust(longest))
             name = said[0][len(mesh) : -_LENGTH].hex()
             store = dist.PrefixStore(f"mesh_tensor/{name}", default_store())
-            timeout = said_timeout() or _timeout(_world())
+            timeout = said_timeout() or timeout_of(world_group())
             connect: Callable[[int], Wire] = partial(_connected, store, self.rank, len(self._places), timeout)
             if can_share(self.met):
                 connect = partial(_connected_here, name, self.rank, len(self._places), timeout)
@@ -137,7 +138,7 @@ class Ranks:
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group.process_group, async_op=True)
         assert work is not None
-        work.wait(said_timeout() or _timeout(_world()))
+        work.wait(said_timeout() or timeout_of(world_group()))
         data = received.cpu().numpy().tobytes()
         by_member = {m: data[i * len(words) : (i + 1) * len(words)] for i, m in enumerate(group.members)}
         return [by_member[rank] for rank in range(count)]
@@ -161,11 +162,11 @@ class Ranks:
             axis = (needed or axes or self.mesh.axis_names)[0]
             process_group = self.device_mesh.get_group(self.mesh.axis_names.index(axis))
         elif places == list(range(dist.get_world_size())):
-            process_group = _world()
+            process_group = world_group()
         elif self._tagged and len(members) < self.mesh.num_devices:
             return Group(members, None, self.calls, True)
         else:
-            process_group = dist.new_group(places, timeout=_timeout(_world()), use_local_synchronization=True)
+            process_group = dist.new_group(places, timeout=timeout_of(world_group()), use_local_synchronization=True)
         order = dist.get_process_group_ranks(process_group)
         return Group(tuple(self._place_of[place] for place in order), process_group, self.calls, self._tagged)
 
@@ -182,7 +183,7 @@ def ranks_of(mesh: Mesh, device_mesh: DeviceMesh | None, device_type: str) -> Ra
         )
     if device_mesh is not None and type(device_mesh).__name__ != "DeviceMesh":
         refuse(f"device_mesh is a {type(device_mesh).__name__}", where=str(mesh), fix="pass a torch DeviceMesh")
-    world = _world()
+    world = world_group()
     with _making:
         if _made and _made[0] is not world:
             _let_go()  # another process group than before: what was made with that one is gone
@@ -192,7 +193,7 @@ def ranks_of(mesh: Mesh, device_mesh: DeviceMesh | None, device_type: str) -> Ra
             _check_current(mesh, device_mesh)
         key = (mesh, device_mesh, device_type)
         if key not in _known:
-            _known[key] = Ranks(mesh, device_mesh or _device_mesh_of(mesh, device_type), device_type)
+            _known[key] = Ranks(mesh, device_mesh or device_mesh_of(mesh, device_type), device_type)
         return _known[key]
 
 
@@ -244,73 +245,6 @@ def _let_go() -> None:
         ranks.let_go()
 
 
-def check_backend(device_type: str, config: str, where: str) -> None:
-    """The process group moves tensors of this device type; `config` is torch's, as in `cpu:gloo,cuda:nccl`."""
-    backend = _backends(config).get(device_type)
-    if backend == "fake":
-        refuse(
-            "the process group is a fake one, which moves nothing", where=where, fix="use a virtual mesh without ranks"
-        )
-    if backend is None or (device_type == "cuda" and backend == "gloo"):
-        backend_words = f"has {backend} for it" if backend else f"has {config}"
-        right = "nccl" if device_type == "cuda" else "gloo"
-        refuse(
-            f"the kernel's tensors are on {device_type!r}, but the process group {backend_words}",
-            where=where,
-            fix=f"init_process_group({f'{device_type}:{right}'!r}), or compile the kernel for another target",
-        )
-
-
-def _backends(config: str) -> dict[str, str]:
-    return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
-
-
-def named(device_mesh: DeviceMesh) -> str:
-    """A DeviceMesh with all that tells it from another."""
-    return f"{device_mesh} of ranks {device_mesh.mesh.tolist()}"
-
-
-def _check_fit(mesh: Mesh, device_mesh: DeviceMesh) -> None:
-    names, sizes = device_mesh.mesh_dim_names, tuple(device_mesh.mesh.shape)
-    problems = []
-    if names is not None and tuple(names) != mesh.axis_names:
-        problems.append(f"the DeviceMesh has axes {listing(names)}, the kernel's mesh {listing(mesh.axis_names)}")
-    if sizes != tuple(mesh.shape.values()):
-        problems.append(f"the DeviceMesh has sizes {sizes}, the kernel's mesh {tuple(mesh.shape.values())}")
-    if problems:
-        axes = ", ".join(mesh.axis_names)
-        fix = f"use a DeviceMesh, or a part of one, with the axes {axes}, or annotate for the axes of this one"
-        refuse(problems, where=str(mesh), fix=fix)
-
-
-def _device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    world = dist.get_world_size()
-    if world != mesh.num_devices:
-        refuse(
-            f"the mesh has {mesh.num_devices} devices, but there are {world} ranks",
-            where=str(mesh),
-            fix=f"start {mesh.num_devices} ranks, use a mesh of {world} devices, or pass the DeviceMesh to run on",
-        )
-    sizes = tuple(mesh.shape.values())
-    if world in sizes:
-        return init_device_mesh(device_type, sizes, mesh_dim_names=mesh.axis_names)
-    # init_device_mesh gives the groups of several axes torch's default timeout, half an hour
-    timeout, groups = _timeout(_world()), []
-    for axis in mesh:
-        sides = sorted({mesh.group_of(rank, [axis]) for rank in range(world)})
-        groups.append(dist.new_subgroups_by_enumeration([list(side) for side in sides], timeout=timeout)[0])
-    places = torch.arange(world).view(sizes)
-    return DeviceMesh.from_group(groups, device_type, places, mesh_dim_names=mesh.axis_names)
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
-
-
 def default_store() -> Any:
     """The store of the user's process group."""
     from torch.distributed.distributed_c10d import _get_default_store
@@ -324,12 +258,3 @@ def _connected(store: Any, rank: int, count: int, timeout: Any, generation: int)
 
 def _connected_here(name: str, rank: int, count: int, timeout: Any, generation: int) -> Wire:
     return shared_wire(f"{name} {generation}", rank, count, timeout)
-
-
-def _timeout(process_group: Any) -> Any:
-    for device_type in ("cpu", "cuda"):
-        try:
-            return process_group._get_backend(torch.device(device_type)).options._timeout
-        except (AttributeError, RuntimeError):
-            continue
-    return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from operator import add
 from typing import Any
 
@@ -48,13 +49,15 @@ class VirtualMesh:
         self.device = target.device()
         self._target, self._poison, self._totals = target, poison, totals
         self._layouts: dict[str, Layout] = {}
+        self.calls: dict[int, TileCall] = {}
         self._sized: list[Any] = []
         self._makers: list[Callable[[VirtualMesh], Any]] = []
         self._numbers: dict[tuple, int] = {}
         _check_storages(program)
         self._records = recorded_pairs(program)
         alone = program.mesh.num_devices == 1 and not poison
-        self._is_shared = not alone and not totals and not program.kernels and not program.loops
+        self._is_shared = not totals and not program.kernels and not program.loops and not (alone and self._records)
+        self.stored = {storage: value.name for storage, value in program.stored.items()}
         self._places = {id(step): number for number, step in enumerate(program.steps)}
         first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
         self._first, self._last = self._actions(first, alone), self._actions(last, alone)
@@ -65,7 +68,7 @@ class VirtualMesh:
         if not self._is_shared:
             return None
         made = copy(self)
-        made.program, made._layouts = program, {}
+        made.program, made._layouts, made.calls = program, {}, {}
         made._sized = [make(made) for make in self._makers]
         return made
 
@@ -78,8 +81,7 @@ class VirtualMesh:
         return made
 
     def _by_size(self, key: tuple, make: Callable[[VirtualMesh], Any]) -> int:
-        """The number in `Memory.sized` of what actions find there: what `make` makes for a mesh of some sizes. It is the
-        same for all actions of one key."""
+        """The number in `Memory.sized` of what `make` makes for a mesh of some sizes, the same for all of one key."""
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._sized)
@@ -104,13 +106,14 @@ class VirtualMesh:
         """What steps that follow each other are here; several are OpSteps of a mesh's only device."""
         if not isinstance(run[0], OpStep) or self.program.mesh.num_devices > 1 or self._poison:
             return run[0].mean(self)
-        section = Section(run, self.program, 0, self._target, listed=True, records=self._records, totals=self._totals)
-        sizes = {storage: self.layout(value.name).tile_bytes for storage, value in self.program.stored.items()}
-        made, dropped, peak = section.memory(sizes)
+        first = Section(run, self.program, 0, self._target, listed=True, records=self._records, totals=self._totals)
+        numbers = [self._places[id(step)] for step in first.steps]
+        at = self._by_size(("section", numbers[0]), partial(_section_of, first=first, of=self.program, numbers=numbers))
 
         def action(memory: Memory) -> None:
+            section, changed = memory.sized[at]
             section(memory.held)
-            memory.changed(made, dropped, peak)
+            memory.changed(*changed)
 
         return action
 
@@ -181,6 +184,7 @@ class VirtualMesh:
         verify_collective(step, src, dst)
         source, target, number = src.storage, dst.storage, self._places[id(step)]
         share = self.program.last_writes[target].collective is step and dst.slab is None
+        borrow = share and not self._poison and self._only_kernels_read(source, target, step)
         lies = self.layout(step.src), self.layout(step.dst), src.slab, dst.slab
         at = self._by_size(("collective", *lies), lambda mesh: mesh._change(number))
 
@@ -189,7 +193,7 @@ class VirtualMesh:
             tiles = _parts(src, memory.held[source])
             made = tiles if source == target else _parts(dst, memory.held[target])
             copies = source == target and not reshard.in_place
-            reshard([clone(tile) for tile in tiles] if copies else tiles, made, share=share)
+            reshard([clone(tile) for tile in tiles] if copies else tiles, made, share=share, borrow=borrow)
 
         if step.wait:
             return action
@@ -200,6 +204,15 @@ class VirtualMesh:
                 action(memory)
 
         return start
+
+    def _only_kernels_read(self, source: str, target: str, collective: CollectiveStep) -> bool:
+        """Nothing ever writes what a collective takes, and what it makes goes nowhere but into kernels: that may be the
+        same memory."""
+        values, writes = self.program.values, self.program.last_writes
+        users = [s for s in self.program.steps if any(values[name].storage == target for name in s.uses)]
+        given = {values[name].storage for p in self.program.parameters for name in (p.input, p.output) if name}
+        alone = all(isinstance(s, KernelStep) or s is collective for s in users)
+        return alone and target not in given and source not in writes
 
     def _change(self, number: int) -> tuple[ProgramValue, ProgramValue, Reshard]:
         (step,) = only((self.program.steps[number],), CollectiveStep)
@@ -232,7 +245,7 @@ class VirtualMesh:
     def alloc(self, step: AllocStep) -> Action:
         """Every device gets a tile, unless the caller brought this storage."""
         storage, device, poison = step.storage, self.device, self._poison
-        name = self.program.stored[storage].name
+        name = self.stored[storage]
         at = self._by_size(("alloc", self.layout(name)), lambda mesh: mesh.layout(name))
 
         def action(memory: Memory) -> None:
@@ -299,6 +312,15 @@ class _OpAction:
         _run_all(of_device, len(work), device_threads().run if kind.apart else _one_by_one)
         for position, (name, size) in enumerate(zip(self.results, kind.sizes, strict=True)):
             memory.hold(name, [made[leader][position] for leader in leaders], size)
+
+
+def _section_of(
+    mesh: VirtualMesh, first: Section, of: Program, numbers: Sequence[int]
+) -> tuple[Section, tuple[dict[str, int], list[str], int]]:
+    """The steps of these numbers as a section, and what it changes of memory; the `first` one is that of a program."""
+    program, stored = mesh.program, mesh.stored
+    section = first if program is of else first.resized(program, numbers, mesh.calls)
+    return section, section.memory(lambda storage: program.values[stored[storage]].tile_bytes)
 
 
 def _parts(value: ProgramValue, tiles: Tiles) -> Tiles:

@@ -46,9 +46,13 @@ def _orders(call: OpCall, channels: str) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _computed_in(dtype: torch.dtype) -> torch.dtype:
-    """Torch has no convolution of integers: float64 is exact for their sums below 2^53."""
-    return dtype if dtype.is_floating_point else torch.float64
+def _cast(call: OpCall, *tensors: Tensor) -> list[Tensor]:
+    """Operands in the dtype of a convolution. Of integers torch has those of 64 bits on a CPU; for sums below 2^53, as
+    those of smaller ones are, float64 is exact."""
+    dtype = torch_dtype(call.outputs[0].dtype)
+    if not (dtype.is_floating_point or (dtype is torch.int64 and tensors[0].device.type == "cpu")):
+        dtype = torch.float64
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 @torch_op("nn.conv1d", "nn.conv2d", "nn.conv3d")
@@ -60,10 +64,9 @@ def _conv(call: OpCall) -> Function:
     even = before == after
     widths = _widths(before, after)
     strides, dilation, groups = call.attr("strides"), call.attr("dilation"), call.attr("groups")
-    dtype = _computed_in(torch_dtype(call.outputs[0].dtype))
 
     def convolve(x: Tensor, w: Tensor) -> Tensor:
-        x, w = x.permute(to_data).to(dtype), w.permute(to_kernel).to(dtype)
+        x, w = _cast(call, x.permute(to_data), w.permute(to_kernel))
         if not even:
             x = F.pad(x, widths)
         return conv(x, w, None, strides, before if even else 0, dilation, groups).permute(back)
@@ -80,10 +83,9 @@ def _conv_transpose(call: OpCall) -> Function:
     more = call.attr("output_padding")
     widths = _widths([-low for low in before], [add - high for add, high in zip(more, after, strict=True)])
     strides, dilation, groups = call.attr("strides"), call.attr("dilation"), call.attr("groups")
-    dtype = _computed_in(torch_dtype(call.outputs[0].dtype))
 
     def spread(x: Tensor, w: Tensor) -> Tensor:
-        x, w = x.permute(to_data).to(dtype), w.permute(to_kernel).to(dtype)
+        x, w = _cast(call, x.permute(to_data), w.permute(to_kernel))
         return F.pad(conv(x, w, None, strides, 0, 0, groups, dilation), widths).permute(back)
 
     return spread

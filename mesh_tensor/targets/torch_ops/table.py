@@ -15,7 +15,7 @@ import torch
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.rules.operator.call import OpCall, tensor_infos
+from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.linear_algebra import LINEAR, MATMUL_ADD
 from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -157,7 +157,7 @@ def with_numbers(call: OpCall, function: Function) -> Function:
     filled in as tensors without dims, in the tensors' dtype."""
     numbers = {
         position: torch.tensor(arg, dtype=torch_dtype(call.inputs[0].dtype), device="cpu")
-        for position, arg in enumerate(operands(call))
+        for position, arg in enumerate(call.operands)
         if arg is not None
     }
     if not numbers:
@@ -169,12 +169,6 @@ def with_numbers(call: OpCall, function: Function) -> Function:
 
     count = len(numbers) + len(call.inputs)
     return filled
-
-
-def operands(call: OpCall) -> list[Any]:
-    """Per argument of a call: None for a tensor, else its value as plain Python."""
-    literals = iter(call.literals)
-    return [None if tensor_infos(arg.struct_info) else next(literals) for arg in call.expr.args]
 
 
 def typed(function: Function, dtypes: list[torch.dtype]) -> Callable[..., tuple[torch.Tensor, ...]]:

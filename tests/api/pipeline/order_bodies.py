@@ -86,10 +86,41 @@ def calls_differ(rank: int) -> list[str]:
     return texts
 
 
+class Step(torch.nn.Module):
+    """Two layers with a gelu between, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """(rows, 6) twice -> a number."""
+        hidden = torch.nn.functional.gelu(self.first(x), approximate="tanh")
+        return torch.nn.functional.mse_loss(self.second(hidden), y)
+
+
+def computes_otherwise(rank: int) -> str:
+    """The rank of the mesh without a gelu would leave it to torch, and the others not; without it all go on."""
+    from mesh_tensor.targets.cpu import gelu
+
+    torch.manual_seed(0)
+    model, library = Step(), gelu._library
+    module = mt.from_torch(torch.export.export(model, batch(3)))
+    run = mt.pipeline(module, TOPOLOGY, {"m0": ["first"], "m1": ["second"]}, microbatches=4, train=True, ranks=True)
+    inputs = batch(12)
+    gelu._library = library if rank < 2 else lambda: None  # type: ignore[assignment]
+    text = refusal(lambda: run(*inputs))
+    gelu._library = library
+    run = mt.pipeline(module, TOPOLOGY, {"m0": ["first"], "m1": ["second"]}, microbatches=4, train=True, ranks=True)
+    torch.testing.assert_close(run(*inputs), model(*inputs).detach())
+    return text
+
+
 def on_three(rank: int) -> dict[str, Any]:
     """All for three ranks, one after the other."""
     return {
         "uneven": uneven(rank),
         "rule raises": rule_raises_on_one_rank(rank),
+        "computes otherwise": computes_otherwise(rank),
         "calls differ": calls_differ(rank),
     }

@@ -100,3 +100,8 @@ def test_calls_that_differ_between_ranks(on_three):
             assert re.search(r"waited in vain|differ between ranks|raised|refused the call|input 'x'|no batch", text), (
                 text
             )
+
+
+def test_ranks_of_several_meshes_that_would_compute_otherwise(on_three):
+    for text in [each["computes otherwise"] for each in on_three]:
+        assert "gelu differ between ranks: ranks 0, 1: compiled; rank 2: torch's" in text

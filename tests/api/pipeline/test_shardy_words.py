@@ -138,11 +138,14 @@ def test_what_meshes_reduce(reduction):
         return op.greater(part, relax.const(0.1)) if is_bool else part
 
     mod = several(lambda parts: reduce(make, map(operand, parts)))
-    places = {"part0": "m0", "part1": "m1", "part2": "m2", "out0": "m2"}
-    run = mt.pipeline(mod, {"m0": {"d": 1}, "m1": {"d": 2}, "m2": {"d": 3}}, places, {"x": {"d": 0}})
-    x = torch.randn(4, 3)
+    meshes, x = {"m0": {"d": 1}, "m1": {"d": 2}, "m2": {"d": 3}, "m3": {"d": 2}}, torch.randn(4, 3)
     parts = [torch.tanh(x * n) for n in (1, 2, 3)]
-    torch.testing.assert_close(run(x), reduce(by_torch, [part > 0.1 if is_bool else part for part in parts]))
+    wanted = reduce(by_torch, [part > 0.1 if is_bool else part for part in parts])
+    for place in ("m2", "m3"):  # with the last operand, or where it is used, as Shardy has it
+        places = {"part0": "m0", "part1": "m1", "part2": "m2", "out0": place}
+        run = mt.pipeline(mod, {mesh: meshes[mesh] for mesh in meshes if mesh <= place}, places, {"x": {"d": 0}})
+        assert run.stages[-1].mesh == place
+        torch.testing.assert_close(run(x), wanted)
 
 
 class Towers(torch.nn.Module):

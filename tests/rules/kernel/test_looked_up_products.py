@@ -101,13 +101,12 @@ def test_experts_stay_where_they_are():
         both = outline(lowered(products("two experts"), {"x": 2}, LAYOUTS, strict=True))
     assert [step.split("(")[0] for step in both] == ["kernel", "all_reduce"]
     assert [step.split("(")[0] for step in plain] == ["kernel", "all_reduce"]
-    assert [step.split("(")[0] for step in gated] == ["kernel", "all_reduce", "all_reduce", "kernel"]
+    assert [step.split("(")[0] for step in gated] == ["kernel", "all_reduce"]
 
 
-@pytest.mark.parametrize("how", ["its square", "two together", "moved on", "the last one"])
-def test_what_is_not_linear_or_may_be_another_devices_is_named(how):
+def test_an_expert_that_may_be_another_devices_is_named():
     with pytest.raises(mt.MeshTensorError, match="buffer 'B' dim 0 on axis 'x' needs replication"):
-        lowered(products(how), {"x": 2}, LAYOUTS, strict=True)
+        lowered(products("moved on"), {"x": 2}, LAYOUTS, strict=True)
 
 
 def test_an_expert_that_is_none():

@@ -83,6 +83,41 @@ def by_tensor_cores(batch, together=False):
     return main
 
 
+def by_counting(rows, beside=None):
+    """Which elements of a row are positive, in any order: threads count them with what atomics return."""
+
+    @T.prim_func
+    def main(A: T.Tensor((rows, K), "float32"), seen: T.Tensor((1,), "int32"), B: T.Tensor((rows, K), "int32")):
+        with T.Kernel(rows, threads=K) as bx:
+            at = T.get_thread_binding(0)
+            count = T.alloc_shared((2,), "int32")
+            place = T.alloc_var("int32")
+            own = T.alloc_var("float32")
+            T.clear(count)
+            own = A[bx, at]
+            if own > 0:
+                if beside == "a common count":
+                    place = T.atomic_add(seen[0], 1, return_prev=True)
+                else:
+                    place = T.atomic_add(count[0], 1, return_prev=True)
+                B[bx, place] = at
+
+    return main
+
+
+COUNTED = {"A": {"x": 0}, "seen": {}, "B": {"x": 0}}
+
+
+def test_what_threads_count_is_of_their_program():
+    with machine(1):
+        assert len(outline(lowered(by_counting(64), MESH, COUNTED, strict=True))) == 1
+
+
+def test_what_all_programs_count_keeps_rows_whole():
+    with machine(1), pytest.raises(mt.MeshTensorError, match="buffer 'A' dim 0 on axis 'x' needs replication"):
+        lowered(by_counting(64, "a common count"), MESH, COUNTED, strict=True)
+
+
 def test_products_of_two_programs_are_not_taken_apart():
     layouts = {name: {"x": 0} for name in "ABC"}
     with machine(1), pytest.raises(mt.MeshTensorError, match="a product of two blocks of a cluster"):

@@ -95,3 +95,18 @@ def test_tensors_that_are_not_contiguous_and_gradients_that_nobody_records():
         tiles = distribute(tensor.t(), {"x": 2}, {"x": 1})
     assert torch.equal(tiles.full(), tensor.detach().t())
     assert not tiles.full().requires_grad
+
+
+def test_large_tiles_lie_side_by_side_and_are_tensors_of_their_own():
+    """Also on a second axis, whose devices share them. Nothing that is done to one is seen by the others."""
+    tensor = torch.randn(1024, 512)
+    spread = distribute(tensor, {"x": 2, "y": 2}, {"x": 0})
+    first, second, third, fourth = spread.tiles()
+    assert first is second
+    assert third is fourth
+    assert first.data_ptr() + first.nbytes == third.data_ptr() != tensor[512:].data_ptr()
+    before = first._version
+    third.add_(1)
+    assert first._version == before
+    assert torch.equal(first, tensor[:512])
+    assert torch.equal(spread.full()[512:], tensor[512:] + 1)

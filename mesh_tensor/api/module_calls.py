@@ -1,0 +1,293 @@
+"""ModuleCalls: the way of a call of a module on a mesh, from tensors to what runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from tvm import ir
+
+from mesh_tensor.annotations.annotate_module import read_module_annotations
+from mesh_tensor.annotations.names import with_flat_parameters
+from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
+from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
+from mesh_tensor.runtime.ambient import full_precision, undisturbed
+from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
+from mesh_tensor.runtime.overwriting import Leave
+from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
+from mesh_tensor.runtime.ranks.dtensor import mesh_of
+from mesh_tensor.runtime.ranks.faults import Faults, agree
+from mesh_tensor.runtime.ranks.ranks import Ranks
+from mesh_tensor.runtime.ranks.redistribution import Part
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
+from mesh_tensor.targets.kernels import find_target
+from mesh_tensor.targets.op_steps import Records
+
+from .module_launch import ModuleLaunch, Recording, kept_apart, state_of
+from .module_plans import ModulePlans
+from .module_ports import HeldWeights
+from .module_ranks import MESH_FIX, RankModuleLaunch
+
+T = TypeVar("T")
+AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"
+
+
+class ModuleCalls:
+    """What calls of a module have in common: on which ranks they run, and what these agree on; their tensors, checked;
+    the plan for their sizes, and what is ready to run it. Training and pipelines call modules by what stands here."""
+
+    def __init__(
+        self,
+        mod: ir.IRModule,
+        mesh: Any,
+        *,
+        weights: Mapping[str, Any],
+        function: str,
+        target: str,
+        strict: bool,
+        poison: bool,
+        options: PlanOptions,
+        donate: bool = False,
+    ) -> None:
+        self._function, self._target = function, find_target(target)
+        self._poison, self._options = poison, options
+        mod = with_flat_parameters(mod, function)
+        self._signature = ModuleSignature(mod, function)
+        given = self._signature.weights(weights, self._target.device_type)
+        self._state = state_of(mod[function], given, donate)
+        self._weights = HeldWeights.of({n: t for n, t in given.items() if n not in self._state}, weights, donate)
+        self._recordings: Recent[tuple, Recording] = Recent(MODULE_SIZES)
+        self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(self._weights.values())
+        named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
+        stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
+        self._mod, self.mesh = stated.module, stated.mesh if named is None else Mesh(named)
+        self._plans = ModulePlans(stated, function, self.mesh, self._signature.symbols, strict, options)
+        self._launches: Recent[tuple, AnyLaunch] = Recent(MODULE_SIZES)
+        self._last_of_parts: RankModuleLaunch | None = None
+        self._carried: Records = {}
+        self._ends: Collection[int] = ()
+        self._totals: Collection[int] = ()
+        self._plan: ModulePlan | None = None
+        self._open = self._signature.is_open(given)
+        self._looked_up: tuple[ModulePlan | None, HeldWeights | None] = None, None
+        if not self._signature.symbols:
+            self._plan = self._planned({})
+
+    def on_all_ranks(
+        self,
+        what: str,
+        work: Callable[[int], T],
+        given: Iterable[Any] = (),
+        facts: Callable[[T], Mapping[str, str]] = lambda made: {},
+    ) -> T:
+        """What `work` gives on this rank of the mesh (0 on a virtual mesh), if no rank refuses; all ranks have to ask
+        for the same, and to have the same `facts` of what it gives."""
+        device_mesh = self._device_mesh or _device_mesh(given)
+        if device_mesh is None:
+            return work(0)
+        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        faults = Faults(ranks, self._function)
+        with ranks.calls.lane():
+            try:
+                found = [words for tensor in given if is_dtensor(tensor) and (words := ranks.elsewhere(tensor))]
+                if found:
+                    refuse(f"a DTensor {found[0]}", where=what, fix=MESH_FIX)
+                made = work(ranks.rank)
+            except MeshTensorError as error:
+                agree(ranks, faults, {}, refusal=str(error))
+                raise
+            agree(ranks, faults, {"kernel": f"{self._function}: {what}", **facts(made)})
+            return made
+
+    @undisturbed
+    def call_alike(self, *args: Any, totals: dict[int, MeshTensor] | None = None) -> Any:
+        """A call with MeshTensors, or with DTensors known to lie alike on all ranks: these are not compared. `totals`,
+        for MeshTensors: as `call_parts` takes them."""
+        use = self._state.call if self._state else partial(_call_alike, totals=totals)
+        return self._run(args, lambda: self._signature.passed(self._held, args, {}), use)
+
+    def carry(self, records: Records) -> None:
+        """From now on what torch keeps in these steps is carried to another module, or from one, by `call_parts`."""
+        self._carried = records
+
+    def forget(self, numbers: Collection[int]) -> None:
+        """From now on `call_parts` forgets these parameters, by their numbers, after their last use."""
+        self._ends = numbers
+
+    def add_up(self, numbers: Collection[int]) -> None:
+        """From now on the results of these numbers may be added to totals that are given with a call."""
+        self._totals = numbers
+
+    def call_parts(
+        self,
+        parts: list[Part],
+        device_mesh: Any,
+        kept: dict[str, Any] | None = None,
+        totals: dict[int, Part] | None = None,
+    ) -> list[Part]:
+        """A call with this rank's parts of all parameters, in order: nothing is checked, and nothing is said of how
+        torch computes. The function has known sizes, returns a tuple of tensors, and has no weights here. `parts` is
+        empty afterwards. `kept` has what is carried to this call (see `carry`), and gets what is carried from it.
+        `totals` has by the number of a result (see `add_up`) what it is to be added to, of which nobody else has the
+        memory: the result is the sum then, and it is no longer there."""
+        launch = self._last_of_parts
+        ranks = launch.ranks if launch else ranks_of(self.mesh, device_mesh, self._target.device_type)
+        with ranks.calls.lane() as lane:
+            if launch is None or launch.lane is not lane:
+                made = self._launch({}, ranks)
+                assert isinstance(made, RankModuleLaunch)
+                launch = self._last_of_parts = made
+            return launch.parts(parts, kept, totals)
+
+    @undisturbed
+    def step(
+        self, tensors: Mapping[str, Any], state: Mapping[str, Any], watched: Collection[str], leave: Leave
+    ) -> tuple[Any, dict[str, Any], list[str]]:
+        """The function's first result for these tensors; what replaces `state` (of `as_state`) in the next call; and
+        the names of the `watched` that hold NaN or infinity then, alike on all ranks. With `leave` it may be in the
+        memory of `state`, and is finite then."""
+        return self._run(
+            tensors.values(), lambda: dict(tensors), lambda launch, given: launch.step(given, state, watched, leave)
+        )
+
+    @undisturbed
+    def as_state(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors for parameters, laid out as the program takes them; they share no memory with those given."""
+
+        def enter(launch: AnyLaunch, given: Mapping[str, Any]) -> dict[str, Any]:
+            if isinstance(launch, RankModuleLaunch):
+                launch.compare(given)
+            entered = {name: launch.enter(name, tensor) for name, tensor in given.items()}
+            return kept_apart(launch, entered, given.values())
+
+        return self._run(tensors.values(), lambda: dict(tensors), enter)
+
+    @undisturbed
+    def whole_state(self, state: Mapping[str, Any], full: bool | None) -> dict[str, Any]:
+        """What `as_state` laid out, or a step left, as callers know it: whole (on ranks DTensors, unless `full`)."""
+
+        def leave(launch: AnyLaunch, _: Mapping[str, Any]) -> dict[str, Any]:
+            whole = isinstance(launch, ModuleLaunch) if full is None else full
+            return {name: launch.leave(name, tensor, whole) for name, tensor in state.items()}
+
+        return self._run((), dict, leave)
+
+    def _run(
+        self, given: Iterable[Any], bind: Callable[[], dict[str, Any]], use: Callable[[Any, Any], Any] | None = None
+    ) -> Any:
+        """What the launch, or its `use`, gives for the tensors that `bind` gives by parameter, but for weights, once
+        they are checked."""
+
+        def used(tensors: Mapping[str, Any], sizes: Mapping[Any, int], ranks: Ranks | None) -> Any:
+            launch = self._launch(sizes, ranks)
+            with torch.no_grad(), full_precision():
+                return launch(tensors) if use is None else use(launch, tensors)
+
+        return self._checked(given, bind, used)
+
+    def _checked(
+        self,
+        given: Iterable[Any],
+        bind: Callable[[], dict[str, Any]],
+        then: Callable[[dict[str, Any], Mapping[Any, int], Ranks | None], T],
+    ) -> T:
+        """What `then` gives for the tensors that `bind` gives by parameter, checked; the sizes of symbols; and the
+        ranks that it runs on."""
+        device_mesh = self._device_mesh or _device_mesh(given)
+        if device_mesh is None:
+            return then(*self._bound(bind), None)
+        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
+        with ranks.calls.lane() as lane:
+            try:
+                tensors, sizes = self._bound(bind)
+            except MeshTensorError as error:
+                launches = [launch for launch in self._all_launches() if isinstance(launch, RankModuleLaunch)]
+                if not any(launch.lane is lane for launch in launches):  # the others are about to agree
+                    agree(ranks, Faults(ranks, self._function), {}, refusal=str(error))
+                raise
+            return then(tensors, sizes, ranks)
+
+    def _all_launches(self) -> list[AnyLaunch]:
+        """Its own, and those of what autograd records."""
+        modules = [module for recorded in self._recordings for module in recorded.modules]
+        return [*self._launches, *(launch for module in modules for launch in module._launches)]
+
+    def _bound(self, bind: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Mapping[Any, int]]:
+        """What is no weight of a call's tensors, checked, and the sizes of symbols, for which there is a plan then."""
+        passed = bind()
+        tensors = {**self._held, **passed} if self._open else passed
+        sizes = self._signature.check(tensors, self._target.device_type)
+        plan = self._plan = self._planned(sizes)
+        if self._options.check_indices:
+            checked, weights = self._looked_up  # what is held stays the same
+            is_known = checked is plan and weights is self._weights
+            tensors = passed if is_known else {**self._held, **passed}
+            refuse_outside(plan.index_checks, tensors, self._function)
+            self._looked_up = plan, self._weights
+        return passed, sizes
+
+    @property
+    def _held(self) -> Mapping[str, Any]:
+        """The parameters that calls don't pass; those that are written as they were first."""
+        return {**self._weights, **self._state.first} if self._state else self._weights
+
+    @property
+    def plan(self) -> ModulePlan:
+        """Every stage of the module's way, for the sizes of the last call."""
+        if self._plan is None:
+            refuse(
+                f"module function {self._function!r} has no plan yet: it has symbolic sizes",
+                fix="call it first; its plan is then that of the sizes it was called with",
+            )
+        return self._plan
+
+    def plan_as_passed(self) -> ModulePlan:
+        """A plan whose parameters, weights too, are all in the order in which callers have them, on the axes that they
+        have."""
+        if not any(port.order for port in self.plan.ports) and self.plan.refinement is None:
+            return self.plan
+        return self._plans.new(self._sizes, (), whole_axes=True)
+
+    @uncollected
+    def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> AnyLaunch:
+        plan = self._plan = self._planned(sizes)
+        key = (self._plans.key(sizes), None if ranks is None else ranks.calls.lane())
+        launch = self._launches.get(key)
+        if launch is None:
+            self._launches.drop(lambda key: key[1] is not None and not key[1].is_current())
+            if ranks is None:
+                launch = self._resized(plan) or ModuleLaunch(
+                    plan, self._target, self._weights, poison=self._poison, totals=self._totals
+                )
+            else:
+                made_for = plan, self._target, ranks, self._weights, self._options.overlap, self._carried
+                settled = self._device_mesh is not None
+                launch = RankModuleLaunch(
+                    *made_for, whole=self._held, settled=settled, ends=self._ends, totals=self._totals
+                )
+            self._launches.put(key, launch)
+        return launch
+
+    def _resized(self, plan: ModulePlan) -> ModuleLaunch | None:
+        """A launch as there is one for other sizes."""
+        if plan.kin is None:
+            return None
+        others = (launch for launch in self._launches if isinstance(launch, ModuleLaunch))
+        return next((made for launch in others if (made := launch.resized(plan)) is not None), None)
+
+    def _planned(self, sizes: Mapping[Any, int], whole_axes: bool = False) -> ModulePlan:
+        self._sizes = sizes
+        return self._plans.of(sizes, self._weights, whole_axes)
+
+
+def _call_alike(launch: AnyLaunch, tensors: Mapping[str, Any], totals: dict[int, MeshTensor] | None) -> Any:
+    return launch(tensors, alike=True) if isinstance(launch, RankModuleLaunch) else launch(tensors, totals)
+
+
+def _device_mesh(tensors: Iterable[Any]) -> Any:
+    """The DeviceMesh of the DTensors among the tensors, if there are any."""
+    return next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)

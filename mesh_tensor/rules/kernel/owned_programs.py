@@ -1,0 +1,126 @@
+"""Programs of the grid that one device has all looked-up data of: `C[bx] = act(A[bx] @ W[expert_of[bx]])`.
+
+Where all that a program looks up of a dim is at one place, the device that has it can make all of what the program
+writes, whatever is made of it on the way. The others run the program on nothing, and write 0: what is written is
+partial, by sums. It is written and not left out, as a later program may write there, too. So nothing that decides where
+or whether something is done may be made of what is looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tvm import tirx
+
+from mesh_tensor.tir.linear import vars_of
+from mesh_tensor.tir.nodes import loads, nodes, same_expression
+from mesh_tensor.tir.tile_ops import Atomic, Copy, Gemm
+
+from .coordinates import Coordinates
+from .data_indices import only_writes, takes_one
+from .live_ranges import LiveRange
+from .looked_up_products import Use
+from .reader import known_uses
+from .reductions import Reduction
+from .statements import Access, Kernel, Statement, without_binds
+
+
+def owned_programs(kernel: Kernel, coordinates: Coordinates, uses: Sequence[Use]) -> Reduction | None:
+    """What splitting the dims that are looked up leaves partial, if each program is one device's; else None."""
+    if not uses or not all(takes_one(*use) for use in uses):
+        return None
+    (first, access, dim), *more = uses
+    place = access.indices[dim]
+    if not all(same_expression(other.indices[at], place) for _, other, at in more):
+        return None
+    found = _Programs(kernel, coordinates, [statement for statement, *_ in uses])
+    written = found.written()
+    if not written or not found.are_apart() or not all(map(found.is_sum, written)):
+        return None
+    known = [*(statement for statement, *_ in uses), *written]
+    if not _is_of_program(kernel, place, min(statement.top for statement in known)):
+        return None
+    partial: dict[LiveRange, str] = {coordinates.ranges.of(statement.target): "sum" for statement in written}
+    owners = {statement: first for statement in written if statement not in found.lookups}
+    return Reduction(partial, products=found.products(), owners=owners)
+
+
+def _is_of_program(kernel: Kernel, place: tirx.PrimExpr, top: int) -> bool:
+    """Whether an index is known before a top-level statement runs, and the same from then on in all of a program."""
+    bound = {s.node.var for s in kernel.statements if isinstance(s.node, tirx.Bind) and s.top < top and _is_outer(s)}
+    known = {*(loop.var for loop in kernel.grid), *kernel.func.params, *bound}
+    if not vars_of([place], {}) <= known:
+        return False
+    return all(
+        kernel.keeps(load.buffer)
+        or not (kernel.is_param(load.buffer) or any(s.writes(load.buffer) and s.top >= top for s in kernel.statements))
+        for load in loads(place)
+    )
+
+
+def _is_outer(statement: Statement) -> bool:
+    return not statement.conditions and all(loop.kind == "grid" for loop in statement.loops)
+
+
+class _Programs:
+    """What programs make of what the statements `lookups` look up."""
+
+    def __init__(self, kernel: Kernel, coordinates: Coordinates, lookups: Sequence[Statement]) -> None:
+        self._kernel, self._ranges, self.lookups = kernel, coordinates.ranges, lookups
+        self._made: set[LiveRange] = set()  # of what is looked up
+        known = -1
+        while known < len(self._made):
+            known = len(self._made)
+            made = (s for s in kernel.statements if s.write is not None and (s in self.lookups or self._reads(s)))
+            self._made |= {self._ranges.of(statement.target) for statement in made}
+
+    def _is_made(self, access: Access) -> bool:
+        return self._ranges.of(access) in self._made
+
+    def _reads(self, statement: Statement) -> bool:
+        return any(map(self._is_made, statement.reads))
+
+    def written(self) -> list[Statement]:
+        """All that writes the parameters into which something goes of what is looked up."""
+        stores = [s for s in self._kernel.statements if s.write is not None and self._kernel.is_param(s.write.buffer)]
+        return [statement for statement in stores if self._is_made(statement.target)]
+
+    def are_apart(self) -> bool:
+        """Whether nothing but values is made of what is looked up, and it leaves a program by what is written alone."""
+        if any(buffer.scope() == "global" for buffer in self._kernel.on_chip):
+            return False
+        return not any(self._decides(s) for s in self._kernel.statements if s in self.lookups or self._reads(s))
+
+    def _decides(self, statement: Statement) -> bool:
+        """Whether a statement is not understood, or says by what is looked up where something is, whether or how often
+        it is done, what integers are divided by, or what users are told."""
+        if statement.unknown or (statement.write is None and not isinstance(statement.node, tirx.Bind)):
+            return True
+        divisions = [d for v in statement.values for d in nodes(v, tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)]
+        divisors = [division.b for division in divisions if division.dtype.startswith(("int", "uint"))]
+        places = [index for access in statement.accesses for index in access.indices]
+        return self._mentions([*places, *statement.bounds, *statement.conditions, *divisors])
+
+    def _mentions(self, exprs: Sequence[tirx.PrimExpr]) -> bool:
+        """Whether something is in the expressions of what is looked up, or a variable that is bound to it."""
+        made = {live_range.buffer for live_range in self._made}
+        plain = (without_binds(expr, self._kernel) for expr in exprs if not isinstance(expr, int))
+        return any(load.buffer in made for expr in plain for load in loads(expr))
+
+    def is_sum(self, statement: Statement) -> bool:
+        """Whether zeros from all devices but one leave what a statement writes as it is; nothing reads that again."""
+        target, record = statement.target, statement.tile_op
+        uses = known_uses(self._kernel, target.buffer)
+        if target.buffer.dtype == "bool" or not uses or any(access is not user.write for user, access in uses):
+            return False
+        if isinstance(record, Copy):
+            source = statement.reads[0]
+            return statement in self.lookups or (self._is_made(source) and not self._kernel.is_param(source.buffer))
+        if isinstance(record, Atomic):
+            return statement.op == "sum"
+        return only_writes(statement, target) and statement.op in (None, "sum")
+
+    def products(self) -> Mapping[Statement, Statement]:
+        """What takes long of what is made of what is looked up: the others leave it out."""
+        added = (s for s in self._kernel.statements if isinstance(s.tile_op, Gemm) and not s.tile_op.clears)
+        return {statement: self.lookups[0] for statement in added if self._reads(statement)}
