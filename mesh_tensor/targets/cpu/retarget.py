@@ -222,7 +222,7 @@ class _Retarget:
             return tirx.Evaluate(tirx.Call("void", _IN_LOOP[name], []))
         op = parse_tile_op(stmt)
         if op is not None:
-            return self._tile_ops.expand(_with_expressions(op, self._expr))
+            return self._expanded(_with_expressions(op, self._expr))
         parts = parts_of(stmt)
         if parts is not None:
             return self._stmt(parts)
@@ -231,6 +231,19 @@ class _Retarget:
             "it is no tile operation that the re-targeting pass knows",
             'write it with loops, T.copy and stores, or use target="cuda"',
         )
+
+    def _expanded(self, op: TileOp) -> tirx.Stmt:
+        """The operation as loops, with numbers that it itself would change taken before it."""
+        before: list[tirx.Stmt] = []
+
+        def kept(expr: tirx.PrimExpr) -> tirx.PrimExpr:
+            if not any(load.buffer.data.same_as(op.dst.buffer.data) for load in loads(expr)):
+                return expr
+            before.append(tirx.Bind(tirx.Var("kept", expr.dtype), expr))
+            return before[-1].var
+
+        loops = self._tile_ops.expand(_with_expressions(op, kept))
+        return sequence([*before, loops])
 
     def _expr(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
         """`expr` with every load inside its buffer."""

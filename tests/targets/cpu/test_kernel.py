@@ -375,3 +375,22 @@ def test_a_loop_keeps_the_bounds_that_it_started_with():
     compile_for_cpu(bounded)(x, x, z)
     assert z.tolist() == [[0] * 3 + [1] * 6 + [0] * 3, [0] * 2 + [1] * 7 + [0] * 3]
     assert x.tolist() == [2, 5]
+
+
+def test_tile_operations_at_places_that_they_overwrite():
+    """Where a copy starts, and what a block is filled with, is in the block itself."""
+
+    @T.prim_func
+    def overwriting(X: T.Tensor((64,), "int32"), Y: T.Tensor((2, 8), "int32")):
+        with T.Kernel(1, threads=32):
+            ids = T.alloc_shared((8,), "int32")
+            for i in T.serial(8):
+                ids[i] = 5 + i
+            T.copy(X[ids[0] : ids[0] + 8], ids)
+            T.copy(ids, Y[0, 0:8])
+            T.fill(ids, ids[0] * 2)
+            T.copy(ids, Y[1, 0:8])
+
+    x, y = torch.randperm(64).int(), torch.zeros(2, 8, dtype=torch.int32)
+    compile_for_cpu(overwriting)(x, y)
+    assert torch.equal(y, torch.stack([x[5:13], x[5].expand(8) * 2]))
