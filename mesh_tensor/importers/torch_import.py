@@ -111,8 +111,7 @@ class _Importer(ExportedProgramImporter):
 
     def _checked(self, convert: Callable[[torch.fx.Node], Any], with_numbers: bool) -> Callable[[torch.fx.Node], Any]:
         def converted(node: torch.fx.Node) -> Any:
-            if (nothing := _without_elements(node)) is not None:
-                return emit(self, relax.op.zeros(*nothing))
+            nothing = _without_elements(node)
             try:
                 if is_complex(node):
                     value = of_complex(node, self, convert)
@@ -120,9 +119,12 @@ class _Importer(ExportedProgramImporter):
                     value = with_sizes_as_tensors(node, self, convert) if with_numbers else convert(node)
                 differs = _difference(node, value)
             except Exception as error:  # TVM's importer raises what it happens to meet
-                if isinstance(error, MeshTensorError) or not stays(node):
+                if nothing is None and (isinstance(error, MeshTensorError) or not stays(node)):
                     refuse(f"{_op(node)} can't be imported: {error}", where=_where(node), fix=_FIX)
                 differs = "in that TVM's importer can't take it"
+            if differs and nothing is not None:
+                self.left_over = True
+                return emit(self, relax.op.zeros(*nothing))
             if differs and stays(node):
                 self.left_over = True
                 value, differs = any_operator(node, self), ""
@@ -206,8 +208,8 @@ _FIX = "write this part of the model with other operators, or export it in eval 
 
 
 def _without_elements(node: torch.fx.Node) -> tuple[list[int], str] | None:
-    """Shape and dtype of a result that has no elements, which no operator has to make (Relax's reshape takes a size of
-    0 for another one, its slices may end before they begin); None of any other."""
+    """Shape and dtype of a result that has no elements, which can be made without its operator (Relax's reshape takes a
+    size of 0 for another one, its slices may end before they begin); None of any other."""
     meant = node.meta.get("val")
     if not isinstance(meant, torch.Tensor) or meant.is_complex() or not all(type(n) is int for n in meant.shape):
         return None
