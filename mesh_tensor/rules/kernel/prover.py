@@ -51,7 +51,9 @@ class Prover(arith.Analyzer):
         super().update(*args)
 
     def _differ(self, one: Any, other: Any) -> bool:
-        """Whether they differ where variables have other values each."""
+        """Whether they differ where variables have other values each; conditions have no difference."""
+        if "bool" in {getattr(one, "dtype", None), getattr(other, "dtype", None)}:
+            return False
         difference = one - other
         variables = dict.fromkeys([difference] if isinstance(difference, tirx.Var) else nodes(difference, tirx.Var))
         if not all(var.dtype.startswith("int") for var in variables):

@@ -40,6 +40,13 @@ def test_it_proves_what_tvm_proves(seed):
     assert 0 < proofs < 40
 
 
+def test_conditions_have_no_difference():
+    true, false = (tirx.IntImm("bool", value) for value in (1, 0))
+    prover = Prover()
+    assert prover.can_prove_equal(i < j, i < j)
+    assert not any(prover.can_prove_equal(*pair) for pair in ((true, false), (false, true), (i < j, i < M)))
+
+
 def test_numbers():
     assert Prover().can_prove_equal(3, tirx.IntImm("int64", 3))
     assert not Prover().can_prove_equal(tirx.IntImm("int32", 3), 4)
