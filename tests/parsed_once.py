@@ -2,7 +2,7 @@
 one at each call: three quarters of the time of a test that builds a small kernel. Tests build the same kernels a
 thousand times, for other sizes; here each is rewritten once, and then bound to what it closes over.
 
-It also asks for a function's source twice, and writes out the rewritten tree, which nobody reads.
+It also asks for a function's source twice.
 
 TVM's arrays, of which kernels are made, look at their length and at what an index may be for each element of a walk.
 
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-import tilelang.language.eager.ast as rewriting
 import tilelang.language.eager.builder as builder
 from tilelang.language.eager import utils
 from tilelang.language.eager.ast import IRGenerator, mutate
@@ -85,9 +84,6 @@ def install() -> None:
     """From now on, in this process."""
     builder.mutate = mutate_once
     utils.get_ast = tree_of
-    unread = ModuleType("ast")
-    vars(unread).update(vars(ast), unparse=lambda tree: "")
-    rewriting.ast = unread
     container.Array.__iter__ = elements_of
     nearby = ModuleType("inspect")
     vars(nearby).update(vars(inspect), stack=near_stack)

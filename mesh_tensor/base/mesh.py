@@ -159,7 +159,7 @@ def _checked_axes(axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
             problems.append(f"axis {name!r} has size {shown(size)}, which is not an int")
         elif number < 1:
             problems.append(f"axis {name!r} has size {number}, but a size is at least 1")
-        else:
+        elif not problems:
             items.append((str.__str__(name), number))  # of subclasses, too: the mesh is everybody's
     if problems:
         refuse(problems, where=f"mesh {shown(dict(axes))}", fix=fix)

@@ -94,7 +94,7 @@ def few(monkeypatch):
     for name in (
         "api.compiled",
         "program.symbolic",
-        "api.mesh_module",
+        "api.module_calls",
         "api.module_plans",
         "program.families",
         "targets.kernels",
