@@ -69,3 +69,38 @@ def test_two_results_in_one_place():
     assert "parameters 'A' and 'S' are written, and share memory" in text
     assert "where: call of kernel 'centred'" in text
     assert "pass tensors with memory of their own" in text
+
+
+HEIGHT = WIDTH = 1024  # tiles so large that they lie side by side, and windows are views of them
+
+
+@T.prim_func
+def row_and_next(
+    A: T.Tensor((HEIGHT, WIDTH), "float32"),
+    B: T.Tensor((HEIGHT, WIDTH), "float32"),
+    C: T.Tensor((HEIGHT, WIDTH), "float32"),
+):
+    with T.Kernel(T.ceildiv(HEIGHT, 32), threads=32) as by:
+        for i, j in T.Parallel(32, WIDTH):
+            after = T.if_then_else(by * 32 + i + 1 < HEIGHT, A[T.min(by * 32 + i + 1, HEIGHT - 1), j], 0.0)
+            B[by * 32 + i, j] = A[by * 32 + i, j] + after
+    with T.Kernel(T.ceildiv(HEIGHT, 32), threads=32) as by:
+        for i, j in T.Parallel(32, WIDTH):
+            C[by * 32 + i, j] = B[by * 32 + i, j] + 1.0
+
+
+@pytest.mark.parametrize("given", ["apart", "in place", "one row on", "mesh tensors in place"])
+def test_results_in_the_memory_of_what_windows_are_of(given):
+    a, mesh = torch.randn(HEIGHT, WIDTH), mt.Mesh({"x": 2})
+    expected = a + torch.cat([a[1:], torch.zeros(1, WIDTH)])
+    run = mt.compile(mt.annotate(row_and_next, mesh, {name: {"x": 0} for name in "ABC"}))
+    memory, c = torch.cat([a, torch.zeros(1, WIDTH)]), torch.empty(HEIGHT, WIDTH)
+    b = {"apart": torch.empty(HEIGHT, WIDTH), "in place": memory[:HEIGHT], "one row on": memory[1:]}.get(given)
+    if b is not None:
+        run(memory[:HEIGHT], b, c)
+    else:
+        laid, other = mt.distribute(a, mesh, "S[0]"), mt.distribute(c, mesh, "S[0]")
+        run(laid, laid, other)
+        b, c = laid.full(), other.full()
+    assert torch.equal(b, expected)
+    assert torch.equal(c, expected + 1.0)
