@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -11,17 +10,16 @@ from tvm import ir
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
-from mesh_tensor.importers.constants import Constants
-from mesh_tensor.importers.imported import CallForm, call_tensors
+from mesh_tensor.importers.imported import call_tensors
 from mesh_tensor.program.explain import explain, summary
-from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
+from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleParam, bound
 from mesh_tensor.runtime.ranks.alike import values_of
 
 from .module_calls import ModuleCalls
-from .module_launch import ModuleState, Recorder, Recording, requires_gradients
+from .module_launch import ModuleState, Recording, requires_gradients
 from .module_ports import HeldWeights, Refined, checked_state, whole
 
 
@@ -33,39 +31,6 @@ class MeshModule(ModuleCalls):
 
     It runs on a virtual mesh; if it was made for a DeviceMesh, or gets DTensors, on that one's ranks. There, global
     tensors are the same on every rank."""
-
-    def __init__(
-        self,
-        mod: ir.IRModule,
-        mesh: Any,
-        *,
-        weights: Mapping[str, Any],
-        function: str,
-        target: str,
-        strict: bool,
-        poison: bool,
-        options: PlanOptions,
-        donate: bool = False,
-        form: CallForm | None = None,
-        constants: Constants | None = None,
-        recorder: Recorder | None = None,
-    ) -> None:
-        super().__init__(
-            mod,
-            mesh,
-            weights=weights,
-            function=function,
-            target=target,
-            strict=strict,
-            poison=poison,
-            options=options,
-            donate=donate,
-        )
-        self._form, self._constants, self._recorder = form, constants or Constants(), recorder
-        self._with_gradients = [n for n, t in weights.items() if isinstance(t, torch.Tensor) and t.requires_grad]
-        if donate:
-            weights.clear()  # type: ignore[attr-defined]  # a MutableMapping, as was checked
-            gc.collect()  # exported programs, which have the weights too, are cycles
 
     def state_dict(self, *, full: bool = True) -> dict[str, Any]:
         """The weights, and what the module writes, under all names that they had in torch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -14,6 +15,8 @@ from mesh_tensor.annotations.names import with_flat_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
+from mesh_tensor.importers.constants import Constants
+from mesh_tensor.importers.imported import CallForm
 from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
@@ -27,7 +30,7 @@ from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import find_target
 from mesh_tensor.targets.op_steps import Records
 
-from .module_launch import ModuleLaunch, Recording, kept_apart, state_of
+from .module_launch import ModuleLaunch, Recorder, Recording, kept_apart, state_of
 from .module_plans import ModulePlans
 from .module_ports import HeldWeights
 from .module_ranks import MESH_FIX, RankModuleLaunch
@@ -52,14 +55,19 @@ class ModuleCalls:
         poison: bool,
         options: PlanOptions,
         donate: bool = False,
+        form: CallForm | None = None,
+        constants: Constants | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._function, self._target = function, find_target(target)
+        self._form, self._constants, self._recorder = form, constants or Constants(), recorder
         self._poison, self._options = poison, options
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         given = self._signature.weights(weights, self._target.device_type)
         self._state = state_of(mod[function], given, donate)
         self._weights = HeldWeights.of({n: t for n, t in given.items() if n not in self._state}, weights, donate)
+        self._with_gradients = [n for n, t in weights.items() if isinstance(t, torch.Tensor) and t.requires_grad]
         self._recordings: Recent[tuple, Recording] = Recent(MODULE_SIZES)
         self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(self._weights.values())
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
@@ -76,6 +84,9 @@ class ModuleCalls:
         self._looked_up: tuple[ModulePlan | None, HeldWeights | None] = None, None
         if not self._signature.symbols:
             self._plan = self._planned({})
+        if donate:
+            weights.clear()  # type: ignore[attr-defined]  # a MutableMapping, as was checked
+            gc.collect()  # exported programs, which have the weights too, are cycles
 
     def on_all_ranks(
         self,
