@@ -82,6 +82,33 @@ def test_what_is_ready_to_run_is_shared(devices):
         torch.testing.assert_close(run(tokens), new(tokens), rtol=2e-4, atol=2e-5)
 
 
+class Mean(torch.nn.Module):
+    """Writes a running mean of what it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(4, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        made = self.up(x).relu()
+        self.mean.mul_(0.9).add_(0.1 * made.mean((0, 1)))
+        return made - self.mean
+
+
+@pytest.mark.parametrize(("devices", "layout"), [(1, {}), (2, {"up.weight": {"x": 0}})])
+def test_a_state_goes_on_whatever_size_comes(devices, layout):
+    model, x = Mean(), torch.randn(2, 10, 4)
+    program = torch.export.export(model, (x,), dynamic_shapes=({1: Dim("places", min=2, max=256)},))
+    run = mt.distribute_module(mt.from_torch(program), {"x": devices}, layout)
+    for length in (40, 42, 44, 46, 30, 60, 24, 62, 40, 60, 24):
+        x = torch.randn(2, length, 4)
+        torch.testing.assert_close(run(x), model(x))
+    torch.testing.assert_close(run.state_dict()["mean"], model.mean)
+    shared = Counter(id(launch._run._mesh._first) for launch in run._launches)
+    assert max(shared.values()) >= 3
+
+
 class Window(torch.nn.Module):
     """Divides a size, and multiplies with it."""
 
