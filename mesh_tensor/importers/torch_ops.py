@@ -18,9 +18,8 @@ from mesh_tensor.targets.dtypes import dtype_name
 from .torch_args import arguments, emit, in_dtype, in_result_dtype, widened
 from .torch_attention import attention
 from .torch_backward import BACKWARD, KEPT_BACKWARD
-from .torch_convolutions import CONVOLUTIONS
 from .torch_dropout import converted as dropout
-from .torch_general import GENERAL, WITH_GRADIENTS
+from .torch_general import CONVOLUTIONS, GENERAL, WITH_GRADIENTS
 from .torch_indexing import INDEXING, SHAPES
 from .torch_numbers import NUMBERS, Convert, of_tvm, promoting, root
 

@@ -8,10 +8,10 @@ from tvm import ir, tirx
 
 from mesh_tensor.base.window import Window
 from mesh_tensor.rules.kernel.lookups import without_wrap
-from mesh_tensor.rules.kernel.prover import RangeProver
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement
 from mesh_tensor.tir.effects import thread_indices
+from mesh_tensor.tir.linear import RangeProver
 from mesh_tensor.tir.nodes import loads, nodes
 
 from .splits import Shrink, Split

@@ -18,12 +18,10 @@ from tvm import arith, tirx
 from mesh_tensor.base.reductions import REDUCTIONS, reduction
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import is_hint, op_name
-from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.linear import Linear, Prover, vars_of
 from mesh_tensor.tir.nodes import loads, same_expression
 from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Region, TileOp
-
-from .prover import Prover
 
 
 @dataclass(eq=False)
