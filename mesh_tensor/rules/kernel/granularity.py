@@ -20,7 +20,7 @@ from tvm import ir, tirx
 
 from mesh_tensor.tir.double_loops import unfuse
 from mesh_tensor.tir.effects import thread_indices
-from mesh_tensor.tir.linear import Linear, RangeProver
+from mesh_tensor.tir.linear import Linear
 from mesh_tensor.tir.nodes import int_or, loads
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims
 from mesh_tensor.tir.tile_ops import Copy
@@ -28,6 +28,7 @@ from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views
 
 from .factor_derivation import Dim
+from .factors import RangeProver
 from .reader import read_kernel
 from .statements import Kernel, Statement
 

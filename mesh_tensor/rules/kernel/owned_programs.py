@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from tvm import tirx
 
 from mesh_tensor.tir.linear import vars_of
-from mesh_tensor.tir.nodes import loads, nodes, same_expression
+from mesh_tensor.tir.nodes import loads, same_expression
 from mesh_tensor.tir.tile_ops import Atomic, Copy, Gemm
 
 from .coordinates import Coordinates
-from .data_indices import only_writes, takes_one
+from .data_indices import deciding, only_writes, takes_one
 from .live_ranges import LiveRange
 from .partial_values import PartialValues
 from .reader import known_uses
@@ -168,10 +168,7 @@ class _Programs:
         it is done, what integers are divided by, or what users are told."""
         if statement.unknown or (statement.write is None and not isinstance(statement.node, tirx.Bind)):
             return True
-        divisions = [d for v in statement.values for d in nodes(v, tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)]
-        divisors = [division.b for division in divisions if division.dtype.startswith(("int", "uint"))]
-        places = [index for access in statement.accesses for index in access.indices]
-        return self._mentions([*places, *statement.bounds, *statement.conditions, *divisors])
+        return self._mentions([*deciding(statement), *statement.bounds, *statement.conditions])
 
     def _mentions(self, exprs: Sequence[tirx.PrimExpr]) -> bool:
         """Whether something is in the expressions of what is looked up, or a variable that is bound to it."""
