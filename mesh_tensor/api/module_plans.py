@@ -15,8 +15,9 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.plan.fewer_layers import FewerLayers, fewer_layers
-from mesh_tensor.program.families import PlanFamilies, Regions
+from mesh_tensor.program.families import PlanFamilies
 from mesh_tensor.program.plan_module import ModulePlan, PlanOptions, plan_module
+from mesh_tensor.program.regions import Regions
 from mesh_tensor.program.size_terms import divisions
 from mesh_tensor.runtime.module_inputs import bound
 

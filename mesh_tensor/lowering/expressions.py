@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from tvm import ir, tirx
 
 from mesh_tensor.base.window import Window
-from mesh_tensor.rules.kernel.factors import RangeProver
 from mesh_tensor.rules.kernel.lookups import without_wrap
+from mesh_tensor.rules.kernel.prover import RangeProver
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement
 from mesh_tensor.tir.effects import thread_indices
@@ -25,7 +25,7 @@ class ValueRewriter:
         self.splits = {s.factor: s for s in splits}
         self.offsets = self._find_offsets(splits)
         self.block_offsets = self._find_offsets([s for s in splits if s.factor.aligned is not None])
-        self.accesses = {_key(access): access for statement in self.kernel.statements for access in statement.accesses}
+        self.accesses = self._find_accesses()
         self._ragged = any(not split.even or shrink.overruns(split) for split in splits)
         self._ranges: RangeProver | None = None
 
@@ -168,6 +168,9 @@ class ValueRewriter:
             return []
         loaded = [dim for dim, index in enumerate(access.indices) if contains_load(index)]
         return [c for dim in loaded for c in self._outside(self._index(access, dim), access.buffer.shape[dim])]
+
+    def _find_accesses(self) -> dict[tuple, Access]:
+        return {_key(access): access for statement in self.kernel.statements for access in statement.accesses}
 
     def _find_offsets(self, splits: Sequence[Split]) -> dict[tirx.Var, tirx.PrimExpr]:
         """What to substitute for loop variables that are values.

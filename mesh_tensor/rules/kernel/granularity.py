@@ -28,7 +28,7 @@ from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views
 
 from .factor_derivation import Dim
-from .factors import RangeProver
+from .prover import RangeProver
 from .reader import read_kernel
 from .statements import Kernel, Statement
 

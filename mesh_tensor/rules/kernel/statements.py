@@ -23,7 +23,7 @@ from mesh_tensor.tir.nodes import loads, same_expression
 from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Region, TileOp
 
-from .factors import Prover
+from .prover import Prover
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ import pytest
 import tilelang.language as T
 from tvm import arith, ir, tirx
 
-from mesh_tensor.rules.kernel.factors import Prover, RangeProver
+from mesh_tensor.rules.kernel.prover import Prover, RangeProver
 
 M, N, i, j = (tirx.Var(name, "int32") for name in ("M", "N", "i", "j"))
 
