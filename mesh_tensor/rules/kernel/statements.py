@@ -17,7 +17,7 @@ from tvm import arith, tirx
 
 from mesh_tensor.base.reductions import REDUCTIONS, reduction
 from mesh_tensor.tir import tile_ops
-from mesh_tensor.tir.effects import is_hint, op_name
+from mesh_tensor.tir.effects import chosen, is_hint, op_name
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.nodes import loads, same_expression
 from mesh_tensor.tir.rewrite import number
@@ -237,13 +237,6 @@ def is_load_of(expr: tirx.PrimExpr, place: tirx.BufferStore | Access) -> bool:
 def same_indices(a: tirx.BufferLoad | Access, b: tirx.BufferStore | Access) -> bool:
     """Whether two elements, perhaps of different buffers, are at the same indices."""
     return len(a.indices) == len(b.indices) and all(map(same_expression, a.indices, b.indices))
-
-
-def chosen(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:
-    """The condition of a choice, what it is where that holds, and what elsewhere; None if it is no choice."""
-    if isinstance(expr, tirx.Select):
-        return [expr.condition, expr.true_value, expr.false_value]
-    return list(expr.args) if op_name(expr) == "tirx.if_then_else" else None
 
 
 def lowest_or(expr: tirx.PrimExpr) -> tuple[tirx.BufferLoad, float, tirx.PrimExpr] | None:
