@@ -6,7 +6,7 @@ import pytest
 import tilelang.language as T
 from tvm import arith, ir, tirx
 
-from mesh_tensor.rules.kernel.prover import Prover, RangeProver
+from mesh_tensor.tir.prover import Prover
 
 M, N, i, j = (tirx.Var(name, "int32") for name in ("M", "N", "i", "j"))
 
@@ -84,7 +84,7 @@ def test_it_proves_what_tvm_proves_of_ranges(seed):
     """Of two variables of constant ranges, one of a range that depends on the first's, and one of which nothing is
     known."""
     draw, proofs, ranges = random.Random(seed), 0, {i: (0, 16), j: (3, 5), M: (i, i + 4)}
-    known, plain = RangeProver(), arith.Analyzer()
+    known, plain = Prover(), arith.Analyzer()
     for var, (low, extent) in ranges.items():
         known.bind(var, ir.Range.from_min_extent(low, extent))
         plain.bind(var, ir.Range.from_min_extent(low, extent))
@@ -98,7 +98,7 @@ def test_it_proves_what_tvm_proves_of_ranges(seed):
 
 
 def test_the_end_of_a_range_refutes():
-    prover = RangeProver()
+    prover = Prover()
     prover.bind(i, ir.Range(0, 16))
     assert not prover.can_prove(i < 15)
     assert prover.can_prove(i < 16)
