@@ -10,7 +10,7 @@ from typing import Any
 
 from tvm import arith, ir, tirx
 
-from .nodes import is_const, nodes
+from .nodes import is_const, nodes, same_expression
 
 _VALUES = (17, 13, 11, 19)  # no multiples of each other, and so small that what sizes are made of is no overflow
 _NUMBERS = (int, tirx.IntImm)
@@ -45,7 +45,7 @@ class Prover(arith.Analyzer):
     def _are_alike(self, one: Any, other: Any) -> bool:
         """Whether conditions, and what is chosen by them, are made alike of what is equal: to prove that they are equal
         otherwise takes much longer."""
-        if type(one) is not type(other) or one.dtype != other.dtype:
+        if type(one) is not type(other) or not isinstance(one, tirx.PrimExpr) or one.dtype != other.dtype:
             return False
         if isinstance(one, _COMPARISONS) and _are_whole(one.a, one.b, other.a, other.b):
             return self.can_prove_equal(one.a - one.b, other.a - other.b)
@@ -56,7 +56,7 @@ class Prover(arith.Analyzer):
                 self.can_prove_equal(*pair) if _are_whole(*pair) else self._are_alike(*pair)
                 for pair in zip(one.args, other.args, strict=True)
             )
-        return bool(ir.structural_equal(one, other))
+        return same_expression(one, other)
 
     @contextmanager
     def constraint_scope(self, constraint: tirx.PrimExpr) -> Iterator[None]:
@@ -107,4 +107,4 @@ class Prover(arith.Analyzer):
 
 
 def _are_whole(*exprs: Any) -> bool:
-    return all(isinstance(expr, int) or expr.dtype.startswith("int") for expr in exprs)
+    return all(isinstance(expr, int) or getattr(expr, "dtype", "").startswith("int") for expr in exprs)

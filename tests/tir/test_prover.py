@@ -47,9 +47,38 @@ def test_conditions_have_no_difference():
     assert not any(prover.can_prove_equal(*pair) for pair in ((true, false), (false, true), (i < j, i < M)))
 
 
+def test_conditions_that_are_made_alike():
+    """What is chosen by them, too; loads from two buffers of one shape are not alike, nor are other operators."""
+    prover, first = Prover(), tirx.decl_buffer((16,), "float32")
+    other = tirx.decl_buffer((16,), "float32")
+    shifted, plain = tirx.And((i + 1) * 8 + (j - 8) < M, j < N), tirx.And(i * 8 + j < M, j < N)
+    assert prover.can_prove_equal(shifted, plain)
+    assert prover.can_prove_equal(tirx.if_then_else(shifted, first[i], 0.0), tirx.if_then_else(plain, first[i], 0.0))
+    for one, two in (
+        (tirx.if_then_else(plain, first[i], 0.0), tirx.if_then_else(plain, other[i], 0.0)),
+        (tirx.if_then_else(plain, first[i], 0.0), tirx.if_then_else(plain, first[j], 0.0)),
+        (i * 8 + j < M, i * 8 + j <= M),
+        (tirx.And(i < j, j < N), tirx.And(i < j, j < M)),
+        (tirx.exp(first[i]), tirx.exp(first[j])),
+        (tirx.exp(first[i]), tirx.log(first[i])),
+    ):
+        assert not prover.can_prove_equal(one, two), (one, two)
+
+
 def test_numbers():
     assert Prover().can_prove_equal(3, tirx.IntImm("int64", 3))
     assert not Prover().can_prove_equal(tirx.IntImm("int32", 3), 4)
+
+
+def test_a_range_that_is_replaced_has_no_ends():
+    prover = Prover()
+    prover.bind(i, ir.Range(0, 16))
+    prover.bind(i, ir.Range(0, 4), True)
+    assert prover.can_prove(i < 4)
+    prover.bind(i, j, True)
+    with prover.constraint_scope(j < 2):
+        assert prover.can_prove_equal(i, j)
+        assert prover.can_prove(i < 2)
 
 
 def test_examples_count_only_while_nothing_is_known():
@@ -98,8 +127,13 @@ def test_it_proves_what_tvm_proves_of_ranges(seed):
 
 
 def test_the_end_of_a_range_refutes():
-    prover = Prover()
+    prover, searches = Prover(), []
     prover.bind(i, ir.Range(0, 16))
+    prover.bind(j, ir.Range(0, 8))
+    search = prover._can_prove_equal
+    prover._can_prove_equal = lambda *pair: searches.append(pair) or search(*pair)
+    assert not prover.can_prove_equal(tirx.floordiv(i, 2), j)  # at both starts, and at both ends, they are equal
+    assert not searches
     assert not prover.can_prove(i < 15)
     assert prover.can_prove(i < 16)
     assert not prover.can_prove_equal(tirx.floordiv(i, 8), 0)
