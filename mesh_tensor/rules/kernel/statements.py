@@ -20,10 +20,9 @@ from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import is_hint, op_name
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.nodes import loads, same_expression
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Region, TileOp
-
-from .prover import Prover
 
 
 @dataclass(eq=False)
