@@ -135,7 +135,8 @@ def _known_sizes(tensors: list[torch.fx.Node], operands: list[relax.Expr]) -> di
     """The symbolic sizes of operands, by what torch calls them."""
     known: dict[str, tirx.PrimExpr] = {}
     for tensor, operand in zip(tensors, operands, strict=True):
-        known |= {str(size): made for size, made in zip(tensor.meta["val"].shape, operand.struct_info.shape)}
+        sizes = zip(tensor.meta["val"].shape, operand.struct_info.shape, strict=False)  # of pairs, one is left
+        known |= {str(size): made for size, made in sizes}
     return known
 
 
