@@ -17,6 +17,7 @@ from mesh_tensor.annotations.names import with_flat_parameters
 from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_checks import check_number
 from mesh_tensor.base.machine_presets import machine_code
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.reshards import cost_of
@@ -82,6 +83,8 @@ class Found:
         Raises:
             MeshTensorError: there is no solver, or it found nothing in time.
         """
+        fix = "say how long it may take: a number above 0"
+        check_number("seconds", seconds, where="over_exact", fix=fix, above_zero=True)
         chosen = one_of(strategy, self.best)
         mod = with_flat_parameters(
             self.module if isinstance(self.module, ir.IRModule) else self.module.mod, self.function

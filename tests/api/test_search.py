@@ -10,12 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn import functional as F
+from tvm import relax
 
 import mesh_tensor as mt
 from kernels.models import gpt2, mlp
 from mesh_tensor.base.machine import Link, Machine, Memory
 from mesh_tensor.searching.evaluate import Evaluator
 from tests.plan.loop_modules import LOOPS, looped
+from tests.plan.test_manual import manual_module
 
 # Products are dear, and links are fast enough to split them.
 FAST = Machine("fast", {"float32": 1e9}, (Memory(10**9, 1e12),), (Link("wire", None, rate=1e9, start=1e-7),))
@@ -224,3 +226,18 @@ def test_a_step_of_training_is_searched_with_all_of_its_state(level):
     torch.testing.assert_close(losses[1], losses[2])
     with pytest.raises(mt.MeshTensorError, match="a step of training with a batch"):
         mt.search(step, 4, batch=8)
+
+
+def test_manual_computations_keep_their_axes():
+    """A product with a sum over an axis of its own: searched on it and one more, right as it was laid out, as simulated."""
+
+    def summed(emit, x, w):
+        return emit(mt.comm.all_reduce(emit(relax.op.matmul(x, w)), {"m": 2}))
+
+    mod = manual_module(summed, [(8, 16), (16, 4)], {"m": 2}, [{"m": 1}, {"m": 0}], {})
+    found = mt.search(mod, 4, "h100x4")
+    assert {tuple(each.mesh.shape) for each in found.strategies} == {("data", "m"), ("m", "data")}
+    x, w = torch.randn(8, 16), torch.randn(16, 4)
+    for strategy in found.strategies[:3]:
+        torch.testing.assert_close(found.run(x, w, strategy=strategy), x @ w, rtol=1e-4, atol=1e-4)
+        assert strategy.time == pytest.approx(found.simulation(strategy).time)
