@@ -198,7 +198,8 @@ def read_saved(path: str | Path, asked: Mapping[str, Any], rows: str, read: Call
         different = [what for what, text in asked.items() if made[what] != text]
         found = [] if different else [read(row) for row in made[rows]]
     except KeyError as error:
-        refuse(f"{str(path)!r} holds no search: it has no {error}", fix="pass what save() wrote")
+        missing = f"{str(path)!r} holds no search like this one: it has no {error}"
+        refuse(missing, fix="pass what save() of such a search wrote: over layouts, or with a batch over ways to train")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         refuse(f"{str(path)!r} holds no search: {error}", fix="pass what save() wrote")
     if different:
