@@ -67,7 +67,8 @@ class ModulePlan:
     """A function of a module, planned for a mesh. `ports`: its parameters and results; `params`: its parameters' names,
     in order; `state`: by parameter, the result that replaces it in the next call; `index_checks`: what elements of
     arguments have to be, because they are looked up. `stages` finds what was made on the way, for the same sizes.
-    Plans of the same `kin` differ in numbers only, and a number that is one as another is that in all of them."""
+    Plans of the same `kin` differ in numbers only; where one `tells` them apart, a number that is as another is that in
+    all of them."""
 
     made: ModuleProgram
     ports: tuple[Port, ...]
@@ -77,6 +78,7 @@ class ModulePlan:
     base: Mesh
     stages: Callable[[], Stages]
     kin: object = None
+    tells: bool = True
 
     @property
     def mesh(self) -> Mesh:

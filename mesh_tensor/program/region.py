@@ -97,9 +97,9 @@ class Region:
         return slots if any(map(self._terms.is_open, slots)) else None
 
     def sized(self, sizes: Sizes) -> ModulePlan | None:
-        """The plan for sizes of the box; None for those that are to be planned by themselves."""
+        """The plan for sizes of the box; None where a number of it would be no whole one."""
         numbers, more = self._terms.at(sizes), self._beside.at(sizes)
-        if numbers is None or more is None or self._terms.coincide(numbers, self._constants):
+        if numbers is None or more is None:
             return None
         plan, filled = self._plan, _Filled(self, numbers, more)
         stages = cache(lambda: self._exact(sizes).stages())
@@ -114,6 +114,7 @@ class Region:
             index_checks=tuple([c if slots is None else _check(c, at(slots)) for c, slots in self._checks]),
             stages=stages,
             kin=self,
+            tells=not self._terms.coincide(numbers, self._constants),
         )
 
 
