@@ -16,7 +16,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.plan.fewer_layers import FewerLayers, fewer_layers
 from mesh_tensor.program.families import PlanFamilies
-from mesh_tensor.program.plan_module import ModulePlan, PlanOptions, plan_module
+from mesh_tensor.program.plan_module import Decided, ModulePlan, PlanOptions, plan_module
 from mesh_tensor.program.regions import Regions
 from mesh_tensor.program.size_terms import divisions
 from mesh_tensor.runtime.module_inputs import bound
@@ -65,9 +65,9 @@ class ModulePlans:
     def _sizer(self, held: Collection[str]) -> Callable[[tuple[int, ...]], ModulePlan]:
         stated = self.stated
 
-        def plan(key: tuple[int, ...], fewer: FewerLayers | None) -> ModulePlan:
+        def plan(key: tuple[int, ...], fewer: FewerLayers | None, decided: Decided | None) -> ModulePlan:
             module = None if fewer is None else fewer.module
-            return self.new(dict(zip(self.symbols, key, strict=True)), held, False, module)
+            return self.new(dict(zip(self.symbols, key, strict=True)), held, False, module, decided)
 
         def fewer(copies: int) -> FewerLayers | None:
             return fewer_layers(stated.module, self.function, stated.annotations, held, copies)
@@ -82,12 +82,18 @@ class ModulePlans:
         found = divisions(func, names)
         if found is None:
             return families.of
-        return Regions(families.of, found, names, self.mesh.num_devices, allowed).of
+        return Regions(families, found, names, self.mesh.num_devices, allowed).of
 
     def new(
-        self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool, module: ir.IRModule | None = None
+        self,
+        sizes: Mapping[Any, int],
+        held: Collection[str],
+        whole_axes: bool,
+        module: ir.IRModule | None = None,
+        decided: Decided | None = None,
     ) -> ModulePlan:
-        """Like `of`, but made anew, and not kept; of a `module` that is not the whole one, if it is given."""
+        """Like `of`, but made anew, and not kept; of a `module` that is not the whole one, if it is given. `decided`:
+        as `plan_module` takes it."""
         if whole_axes and self.stated.mesh != self.mesh:
             refuse(
                 f"the module is annotated for parts of axes, {self.stated.mesh}, and Disco takes none apart",
@@ -102,6 +108,7 @@ class ModulePlans:
             replace(self.options, sub_axes=self.options.sub_axes and not self.strict and not whole_axes),
             held=held,
             base=self.mesh,
+            decided=decided,
         )
         self._check(plan)
         return plan

@@ -5,19 +5,19 @@ devices divide what is split. It is taken where the plans for all corners of the
 tell a longer period, have the same steps, layouts and names, and the numbers of the point are those that the corners
 say. What planning asks of sizes are comparisons of sums of products of them, which have within the box the answers that
 they have at its corners. Sizes that are equal by chance within it may have a plan of other steps by themselves; what is
-right for all sizes around them is so for them, too. So a plan of a region is one that planning gives, but for what costs
-decide, which are no such sums: results don't depend on these.
+right for all sizes around them is so for them, too. What costs decide are no such sums, and results don't depend on
+these: in a region it is what they decide for some of its sizes, as long as that is not much dearer at the corners.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
 
-from .families import outline
+from .families import PlanFamilies, outline
 from .plan_module import ModulePlan
 from .region import NotRegionError, Region
 from .size_terms import Box, Divisions, Sizes
@@ -25,26 +25,27 @@ from .size_terms import Box, Divisions, Sizes
 _SPREAD = 16  # how many times as large, or as small, as a size the others of its region are at most
 _ASKED = 3  # sizes, from which on regions are looked for
 _NEAR = 4  # how many times as large, or as small, an end is that is not taken nearer, but to the size
-_PLANS = 10  # that are made for a region at most
+_CORNERS = 10  # for which a region's plans are made at most
+_DEARER = 1.25  # how dear a plan of a region may be, beside the cheapest
 _FAILURES = 3  # more than regions that were found, after which none is looked for
 
 
 class Regions:
-    """The plans of a function, whatever sizes come. `exact` plans some sizes by themselves; `divisions` says how those
-    of values follow from these, of `symbols`, on so many `devices`. `allowed`: whether the function may have sizes."""
+    """The plans of a function, whatever sizes come. `plans` are those of some sizes by themselves; `divisions` says how
+    sizes of values follow from those of `symbols`, on so many `devices`. `allowed`: whether the function may have
+    sizes."""
 
     def __init__(
         self,
-        exact: Callable[[Sizes], ModulePlan],
+        plans: PlanFamilies,
         divisions: Divisions,
         symbols: Sequence[str],
         devices: int,
         allowed: Callable[[Mapping[str, int]], bool],
     ) -> None:
-        self._exact, self._divisions, self._symbols, self._is_allowed = exact, divisions, symbols, allowed
+        self._plans, self._divisions, self._symbols, self._is_allowed = plans, divisions, symbols, allowed
         self._periods = tuple([period * devices for period in divisions.periods])
         self._known: Recent[tuple[Sizes, Sizes], Region] = Recent(MODULE_SIZES)
-        self._made: Recent[Sizes, tuple[ModulePlan, Hashable]] = Recent(_PLANS)
         self._seen: list[set[int]] = [set() for _ in symbols]
         self._asked = self._failed = 0
 
@@ -58,60 +59,51 @@ class Regions:
         for region in self._known:
             if sizes in region.box and (made := region.sized(sizes)) is not None:
                 return made
-        plan, kind = self._planned(sizes)
+        plan = self._plans.of(sizes)
         for seen, size in zip(self._seen, sizes, strict=True):
             seen.add(size)
         self._asked += 1
         if self._asked >= _ASKED and self._failed < _FAILURES + len(self._known):
-            found = self._region(sizes, kind)
+            found = self._region(sizes, plan)
             if found is None:
                 self._failed += 1
             else:
                 self._known.put((found.box.low, found.box.high), found)
         return plan
 
-    def _planned(self, sizes: Sizes) -> tuple[ModulePlan, Hashable]:
-        """The plan for sizes by themselves, and its outline."""
-
-        def make() -> tuple[ModulePlan, Hashable]:
-            plan = self._exact(sizes)
-            return plan, outline(plan)
-
-        return self._made.made(sizes, make)
-
-    def _region(self, sizes: Sizes, kind: Hashable) -> Region | None:
-        """A region around these sizes, whose plan has the outline `kind`."""
-        box = self._box(sizes, kind)
-        if box is None:
+    def _region(self, sizes: Sizes, plan: ModulePlan) -> Region | None:
+        """A region around these sizes."""
+        found = self._box(sizes, plan)
+        if found is None:
             return None
-        corners = {corner: self._planned(corner)[0] for corner in box.corners}
+        box, corners = found
         box = Box(box.low, box.high, self._told(box, corners))
         within = sizes if box.tells_periods(sizes) else _within(box)
-        if not box.tells_periods(within) or not self._is_alike(within, sizes, kind):
+        like = self._like(within, sizes, plan) if box.tells_periods(within) else None
+        if like is None:
             return None
-        plan, _ = self._planned(within)
         try:
-            return Region(box, list(corners.values()), (within, plan), self._divisions.constants, self._exact)
+            return Region(box, list(corners.values()), (within, like), self._divisions.constants, self._plans.whole)
         except NotRegionError:
             return None
 
-    def _box(self, sizes: Sizes, kind: Hashable) -> Box | None:
-        """A box with these sizes, whose corners have plans like theirs. Where one has not, the box ends nearer on one
-        of the sides that meet there."""
-        low, high = (list(ends) for ends in zip(*[self._ends(number, sizes) for number in range(len(sizes))], strict=True))
-        alike = {sizes}
-        for _ in range(_PLANS):
+    def _box(self, sizes: Sizes, plan: ModulePlan) -> tuple[Box, dict[Sizes, ModulePlan]] | None:
+        """A box with these sizes, and plans for its corners that are like theirs. Where there is none, the box ends
+        nearer on one of the sides that meet there."""
+        low, high = (list(ends) for ends in zip(*[self._ends(at, sizes) for at in range(len(sizes))], strict=True))
+        plans = {sizes: plan}
+        for _ in range(_CORNERS):
             corners = (box := Box(tuple(low), tuple(high), self._periods)).corners
-            corner = next((each for each in (corners[0], *reversed(corners)) if each not in alike), None)
+            corner = next((each for each in (corners[0], *reversed(corners)) if each not in plans), None)
             if corner is None:
-                return box if len(corners) > 1 else None
-            if self._is_alike(corner, sizes, kind):
-                alike.add(corner)
+                return (box, {each: plans[each] for each in corners}) if len(corners) > 1 else None
+            if (like := self._like(corner, sizes, plan)) is not None:
+                plans[corner] = like
                 continue
             number = max(range(len(sizes)), key=lambda at: _ratio(corner[at], sizes[at]))
-            ends, size, ratio = low if corner[number] < sizes[number] else high, sizes[number], 1.0
-            if (now := _ratio(corner[number], size)) > _NEAR:
-                ratio = math.sqrt(now)
+            ends, size = low if corner[number] < sizes[number] else high, sizes[number]
+            ratio = _ratio(corner[number], size)
+            ratio = math.sqrt(ratio) if ratio > _NEAR else 1
             ends[number] = self._sized(number, size, size / ratio if ends is low else size * ratio)
         return None
 
@@ -136,15 +128,21 @@ class Regions:
     def _may_be(self, sizes: Sizes) -> bool:
         return self._is_allowed(self._named(sizes))
 
-    def _is_alike(self, one: Sizes, sizes: Sizes, kind: Hashable) -> bool:
-        """Whether the function may have the one sizes, and they are planned as others, whose plan is of the `kind`."""
+    def _like(self, one: Sizes, sizes: Sizes, plan: ModulePlan) -> ModulePlan | None:
+        """A plan for the one sizes with the outline that the `plan` for sizes has: the cheapest, or one that decides
+        what this one did, and is not much dearer."""
         chosen = self._divisions.chosen
         if not self._may_be(one) or chosen(self._named(one)) != chosen(self._named(sizes)):
-            return False
+            return None
         try:
-            return self._planned(one)[1] == kind
+            own = self._plans.of(one)
+            if outline(own) == outline(plan):
+                return own
+            like = self._plans.like(one, sizes)
         except MeshTensorError:
-            return False
+            return None
+        alike = like is not None and outline(like) == outline(plan) and like.cost <= _DEARER * own.cost
+        return like if alike else None
 
     def _told(self, box: Box, corners: Mapping[Sizes, ModulePlan]) -> Sizes:
         """The periods that count: those of the function alone for symbols of which no split dim's size depends."""
