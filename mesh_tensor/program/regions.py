@@ -33,7 +33,7 @@ _FAILURES = 3  # more than regions that were found, after which none is looked f
 class Regions:
     """The plans of a function, whatever sizes come. `plans` are those of some sizes by themselves; `divisions` says how
     sizes of values follow from those of `symbols`, on so many `devices`. `allowed`: whether the function may have
-    sizes."""
+    sizes. `cheapest`: plans are those that sizes have by themselves."""
 
     def __init__(
         self,
@@ -42,8 +42,10 @@ class Regions:
         symbols: Sequence[str],
         devices: int,
         allowed: Callable[[Mapping[str, int]], bool],
+        cheapest: bool,
     ) -> None:
         self._plans, self._divisions, self._symbols, self._is_allowed = plans, divisions, symbols, allowed
+        self._cheapest = cheapest
         self._periods = tuple([period * devices for period in divisions.periods])
         self._known: Recent[tuple[Sizes, Sizes], Region] = Recent(MODULE_SIZES)
         self._seen: list[set[int]] = [set() for _ in symbols]
@@ -56,14 +58,15 @@ class Regions:
         Raises:
             MeshTensorError: planning refuses the function for them.
         """
-        for region in self._known:
-            if sizes in region.box and (made := region.sized(sizes)) is not None:
+        around = [region for region in self._known if sizes in region.box]
+        for region in around:
+            if (made := region.sized(sizes)) is not None and (made.tells or not self._cheapest):
                 return made
         plan = self._plans.of(sizes)
         for seen, size in zip(self._seen, sizes, strict=True):
             seen.add(size)
         self._asked += 1
-        if self._asked >= _ASKED and self._failed < _FAILURES + len(self._known):
+        if not around and self._asked >= _ASKED and self._failed < _FAILURES + len(self._known):
             found = self._region(sizes, plan)
             if found is None:
                 self._failed += 1
@@ -138,7 +141,7 @@ class Regions:
             own = self._plans.of(one)
             if outline(own) == outline(plan):
                 return own
-            like = self._plans.like(one, sizes)
+            like = None if self._cheapest else self._plans.like(one, sizes)
         except MeshTensorError:
             return None
         alike = like is not None and outline(like) == outline(plan) and like.cost <= _DEARER * own.cost
@@ -146,7 +149,7 @@ class Regions:
 
     def _told(self, box: Box, corners: Mapping[Sizes, ModulePlan]) -> Sizes:
         """The periods that count: those of the function alone for symbols of which no split dim's size depends."""
-        found = list(self._divisions.periods)
+        found = list(self._periods if self._cheapest else self._divisions.periods)
         for number, (low, high) in enumerate(zip(box.low, box.high, strict=True)):
             for corner, plan in corners.items():
                 other = corners[(*corner[:number], low + high - corner[number], *corner[number + 1 :])]
