@@ -54,7 +54,7 @@ class Decider:
     `free`: values that may come, and stay, in any layout. `fixed`: what axes split, as far as that is known.
     `in_place`: of all splits, those win with which the fewest axes have to stop splitting what they split.
     `nodes`: all that are going to be decided, as far as they share operands. `prices`: what is cheap; `decided`: by
-    where nodes stand, what axes split in them, where they may, whatever is cheap."""
+    the names of what nodes give, what axes split in them, where they may, whatever is cheap."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Decider:
         in_place: bool = False,
         nodes: Collection[Node] = (),
         prices: Prices = PRICES,
-        decided: Mapping[str, Mapping[str, str]] | None = None,
+        decided: Mapping[tuple[str, ...], Mapping[str, str]] | None = None,
     ) -> None:
         self._before = decided or {}
         self._mesh, self._atoms, self._layouts = mesh, atoms, layouts
@@ -84,7 +84,7 @@ class Decider:
         rule = self._atoms.rules[node]
         values = (*node.inputs, *node.outputs)
         takers = tuple([self._takers.get((id(rule), p, value), 1) for p, value in enumerate(node.inputs)])
-        before = self._before.get(node.where)
+        before = self._before.get(node.names)
         asked = None if before is None else tuple(before.items())
         known = (id(rule), takers, tuple([(self._layouts.of[value], self._there[value]) for value in values]), asked)
         decision = self._known.get(known)

@@ -72,6 +72,11 @@ class Node:
         """It only states a layout: its output is its input."""
         return self.call.name in (ANNOTATE, REDISTRIBUTE)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What its results are called, which tells it from other nodes."""
+        return tuple([value.name for value in self.outputs])
+
     @cached_property
     def mark(self) -> str:
         """What of a loop it marks, if it does (a key of `rules.operator.loops.MARKS`)."""
@@ -121,9 +126,9 @@ class GraphLoop:
 class Graph:
     """`nodes` in an order in which they can run; `result` is what the function returns. `state`: by parameter the
     result that replaces it in the next call, and lies as it. `stored`: parameters that are in another order than the
-    caller's. `prices`: what plans of it are priced by; `decided`: by where nodes stand, what axes split in them, where
-    they may, whatever is cheap. `loops`: by the scope that their nodes stand in. `manual`: the axes of manual
-    computations."""
+    caller's. `prices`: what plans of it are priced by; `decided`: by the names of what nodes give, what axes split
+    in them, where they may, whatever is cheap. `loops`: by the scope that their nodes stand in. `manual`: the axes of
+    manual computations."""
 
     name: str
     mesh: Mesh
@@ -134,7 +139,7 @@ class Graph:
     state: dict[Value, Value] = field(default_factory=dict)
     stored: dict[Value, Interleaved] = field(default_factory=dict)
     prices: Prices = PRICES
-    decided: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    decided: Mapping[tuple[str, ...], Mapping[str, str]] = field(default_factory=dict)
     loops: dict[Scope, GraphLoop] = field(default_factory=dict)
     manual: frozenset[str] = frozenset()
 

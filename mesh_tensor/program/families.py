@@ -18,7 +18,7 @@ from mesh_tensor.plan.fewer_layers import FewerLayers
 
 from .family import Family, family_of, way
 from .loop_step import LoopStep
-from .plan_module import Decided, ModulePlan, decisions
+from .plan_module import Decided, ModulePlan, Stages, decisions
 from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
 
 Sizes = tuple[int, ...]
@@ -65,14 +65,15 @@ class PlanFamilies:
         family that is known, or that for the others is not."""
         decided = self._decided.get(others)
         if decided is None or self._small is None:
-            return None if decided is None else self.whole(sizes, decided)
+            return None if decided is None else self._plan(sizes, None, decided)
         small = self._tried(sizes, self._small, decided)
         family = None if small is None else self._known.get(outline(small))
         return self._member(family, small, sizes) if small is not None and isinstance(family, Family) else None
 
-    def whole(self, sizes: Sizes, decided: Decided) -> ModulePlan:
-        """The plan that is made of the whole function for sizes, with what another one decided."""
-        return self._plan(sizes, None, decided)
+    def stages(self, sizes: Sizes, like: ModulePlan) -> Stages:
+        """What is made on the way to the plan for sizes that has the outline of another one."""
+        free = self._plan(sizes, None, None)
+        return (free if outline(free) == outline(like) else self._plan(sizes, None, decisions(like))).stages()
 
     def _choose(self, sizes: Sizes, whole: ModulePlan) -> None:
         """The fewest layers that have all steps of the plan for the first sizes."""
@@ -109,7 +110,7 @@ class PlanFamilies:
         return None if isinstance(family, _None) else self._member(family, small, sizes)
 
     def _member(self, family: Family, small: ModulePlan, sizes: Sizes) -> ModulePlan | None:
-        return family.sized(small, lambda: self.whole(sizes, decisions(family.whole)).stages())
+        return family.sized(small, lambda: self.stages(sizes, family.whole))
 
 
 class _None:

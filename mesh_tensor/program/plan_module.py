@@ -117,13 +117,13 @@ class ModulePlan:
         return self.stages().explicit
 
 
-# By where nodes stand, what axes split in them.
-Decided = Mapping[str, Mapping[str, str]]
+# By the names of what nodes give, what axes split in them.
+Decided = Mapping[tuple[str, ...], Mapping[str, str]]
 
 
 def decisions(plan: ModulePlan) -> Decided:
     """What a plan decided."""
-    return {step.node.where: step.split for step in plan.explicit.steps if isinstance(step, Run)}
+    return {step.node.names: step.split for step in plan.explicit.steps if isinstance(step, Run)}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.cost import count_flops
 
 from .family import decided_in, same_data, shaped
-from .plan_module import Decided, ModulePlan, Port, decisions
+from .plan_module import ModulePlan, Port, Stages
 from .program import ProgramValue, bytes_received
 from .size_terms import Box, Sizes, Terms
 from .sized_calls import NotSizedError, SizedCall, is_plain, numbers_of
@@ -36,8 +36,8 @@ class _Place:
 
 class Region:
     """The plans for the sizes of a box, which have one outline. `corners`: those for its corners; `within`: sizes in
-    it, with their plan. `constants`: sizes of the function that are the same for all of these. `again` plans sizes with
-    what another plan decided.
+    it, with their plan. `constants`: sizes of the function that are the same for all of these. `again` makes what is
+    made on the way to the plan for sizes with the outline of another one.
 
     Raises:
         NotRegionError: the plan within is not what those of the corners say.
@@ -49,7 +49,7 @@ class Region:
         corners: Sequence[ModulePlan],
         within: tuple[Sizes, ModulePlan],
         constants: Collection[int],
-        again: Callable[[Sizes, Decided], ModulePlan],
+        again: Callable[[Sizes, ModulePlan], Stages],
     ) -> None:
         sizes, plan = within
         self.box, self._constants, self._again, self._plan = box, constants, again, plan
@@ -103,7 +103,7 @@ class Region:
         if numbers is None or more is None:
             return None
         plan, filled = self._plan, _Filled(self, numbers, more)
-        stages = cache(lambda: self._again(sizes, decisions(plan)).stages())
+        stages = cache(lambda: self._again(sizes, plan))
         made, at = plan.made, filled.at
         program = replace(
             made.program, values=filled, steps=filled.steps, decided=lambda: decided_in(stages().made.program)

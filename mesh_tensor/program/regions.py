@@ -86,7 +86,7 @@ class Regions:
         if like is None:
             return None
         try:
-            return Region(box, list(corners.values()), (within, like), self._divisions.constants, self._plans.whole)
+            return Region(box, list(corners.values()), (within, like), self._divisions.constants, self._plans.stages)
         except NotRegionError:
             return None
 
