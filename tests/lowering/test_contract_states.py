@@ -115,7 +115,7 @@ def test_of_one_row_a_program():
 
 @pytest.mark.parametrize(
     ("wrong", "row_block"),
-    [*((wrong, 4) for wrong in WRONG), *((wrong, 1) for wrong in WRONG if "another row" != wrong)],
+    [*((wrong, 4) for wrong in WRONG), *((wrong, 1) for wrong in WRONG if wrong != "another row")],
 )
 def test_what_only_looks_like_a_state_stays_whole(wrong, row_block):
     x, v = torch.randn(8, 64).abs(), torch.randn(64, 16)
