@@ -48,6 +48,7 @@ class ModuleLaunch:
     ) -> None:
         """`totals`: the numbers of results that may be added to totals."""
         self.plan = plan
+        self._kin = plan.kin if plan.tells else None  # of the plans for which this can be `resized`
         made = plan.made
         self._result = made.result
         self._ports = {port.name: port for port in ports_of(plan)}
@@ -63,7 +64,7 @@ class ModuleLaunch:
 
     def resized(self, plan: ModulePlan) -> ModuleLaunch | None:
         """The same for a plan that differs in sizes only; None where it has to be made anew."""
-        if plan.kin is None or plan.kin is not self.plan.kin:
+        if plan.kin is None or plan.kin is not self._kin:
             return None
         before, values = self.plan.made.program.values, plan.made.program.values
         if any(values[name] is not before[name] for name in self._held):

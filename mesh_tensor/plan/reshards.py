@@ -27,7 +27,7 @@ from .propagate import Layouts
 
 def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGraph:
     """The steps of every device, for values in these layouts."""
-    decider = Decider(graph.mesh, atoms, layouts, nodes=graph.nodes, prices=graph.prices)
+    decider = Decider(graph.mesh, atoms, layouts, nodes=graph.nodes, prices=graph.prices, decided=graph.decided)
     decisions = {node: decider.decide(node) for node in graph.nodes}
     made = _written(graph, atoms, layouts, decisions)
     if others := contributions(graph, atoms, layouts, decisions):

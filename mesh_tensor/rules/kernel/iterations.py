@@ -180,8 +180,12 @@ class Iteration(Expressions):
 
     def _repeats(self, statement: Statement) -> bool:
         """Whether one iteration runs the statement more than once on an element."""
+        return bool(self._over(statement))
+
+    def _over(self, statement: Statement) -> set[tirx.Var]:
+        """What a statement walks in one iteration, and its target does not."""
         indexed = {v for form in statement.target.forms if form is not None for v in form.terms}
-        return any(x.var in self._inner and x.var not in indexed for x in statement.loops)
+        return {x.var for x in statement.loops if x.var in self._inner and not x.runs_once} - indexed
 
     def _operand(self, statement: Statement) -> StateValue | None:
         """What the statement stores, or combines with its target."""
@@ -203,8 +207,7 @@ class Iteration(Expressions):
 
     def _combined(self, statement: Statement, operand: StateValue) -> StateValue | None:
         """The operand, combined over what the statement walks of it and its target does not."""
-        indexed = {v for form in statement.target.forms if form is not None for v in form.terms}
-        over = {x.var for x in statement.loops if x.var in self._inner} - indexed
+        over = self._over(statement)
         if self.ordered and operand.part is not None and (over or statement.fresh):
             return independent(Level.POINT) if statement.fresh or statement.op in ("sum", "max") else None
         if not self.ordered and not self.coordinates.walks(statement.target, self.factor):

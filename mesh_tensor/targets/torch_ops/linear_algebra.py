@@ -216,15 +216,30 @@ def _aten(call: OpCall) -> Function:
 
 @torch_op(ANY)
 def _any(call: OpCall) -> Function:
-    """As above, of an operator without a rule of its own."""
-    name, leading, args, kwargs = any_of(call)
+    """As above, of an operator without a rule of its own; complex numbers come and go as pairs of floats."""
+    name, leading, args, kwargs, pairs = any_of(call)
     op = _overload(name)
     if not is_function(op):
         refuse(f"aten.{name} is no function of tensors", where=str(call.expr), fix="write it with other operators")
-    known = independent_dims(op, [tensor.shape for tensor in (*call.inputs, *call.outputs)])
+    tensors = (*call.inputs, *call.outputs)
+    known = independent_dims(op, [t.shape[: t.ndim - pair] for t, pair in zip(tensors, pairs, strict=True)])
     if leading != known and leading != 0:
         refuse(f"{leading} leading dims of aten.{name} are not independent", where=str(call.expr), fix=_AGAIN)
-    return _with_arguments(op, args, kwargs)
+    function = _with_arguments(op, args, kwargs)
+    return _of_pairs(function, pairs) if any(pairs) else function
+
+
+def _of_pairs(function: Function, pairs: Sequence[bool]) -> Function:
+    """A function of complex numbers as one of pairs of floats."""
+
+    def of_floats(*tensors: torch.Tensor) -> Any:
+        given = [torch.view_as_complex(t.contiguous()) if pair else t for t, pair in zip(tensors, pairs, strict=False)]
+        made = function(*given)
+        if isinstance(made, torch.Tensor):
+            return torch.view_as_real(made.resolve_conj()) if made.is_complex() else made
+        return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in made]
+
+    return of_floats
 
 
 def is_function(op: Any) -> bool:
