@@ -24,7 +24,7 @@ from mesh_tensor.tir.rewrite import sequence, statements
 
 from .blas import blas_wanted
 from .exprs import const, loop_nest
-from .fuse import accesses, expressions, walk
+from .fuse import accesses, uses_in, walk
 from .products import FACTORS, RESULT, is_product, map_sequences, own_blocks, uses_of, walks_all, whole_store
 
 _Accesses = list[tirx.BufferLoad | tirx.BufferStore]
@@ -45,22 +45,14 @@ def _private_blocks(body: tirx.Stmt) -> list[tirx.Buffer]:
     """The kernel's own buffers that nothing has a pointer to, or sees in another form."""
     own = own_blocks(body)
     pointed = {c.args[0].buffer.data for c in nodes(body, tirx.Call) if op_name(c) == "tirx.address_of"}
-    pointed |= {use.buffer.data for use in _all(body) if not use.buffer.same_as(own.get(use.buffer.data))}
+    named = [use for use in uses_in(body) if not isinstance(use, tirx.Var)]
+    pointed |= {use.buffer.data for use in named if not use.buffer.same_as(own.get(use.buffer.data))}
     pointed |= set(nodes(body, tirx.Var))
     return [buffer for data, buffer in own.items() if data not in pointed and not buffer.strides]
 
 
-def _all(where: tirx.Stmt) -> _Accesses:
-    """The accesses, statement by statement: one that is part of several statements is found in each."""
-    found: _Accesses = []
-    for part in walk(where):
-        found += [load for expr in expressions(part) for load in loads(expr)]
-        found += [part] if isinstance(part, tirx.BufferStore) else []
-    return found
-
-
 def _uses(where: tirx.Stmt, block: tirx.Buffer) -> _Accesses:
-    return [use for use in _all(where) if use.buffer.same_as(block)]
+    return [use for use in uses_in(where) if not isinstance(use, tirx.Var) and use.buffer.same_as(block)]
 
 
 def _passed_on(body: tirx.Stmt, block: tirx.Buffer, params: frozenset[tirx.Var]) -> tirx.Stmt | None:

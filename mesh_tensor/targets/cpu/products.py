@@ -17,7 +17,7 @@ from mesh_tensor.tir.nodes import int_or, is_const, nodes
 from mesh_tensor.tir.rewrite import sequence, statements
 
 from .exprs import GEMM, const, map_bodies
-from .fuse import expressions, walk
+from .fuse import expressions, uses_in, walk
 
 #: Where the arguments of a product's call are.
 FACTORS, RESULT = (1, 2), 3
@@ -45,14 +45,8 @@ def own_blocks(body: tirx.Stmt) -> dict[tirx.Var, tirx.Buffer]:
 
 
 def uses_of(data: tirx.Var, where: tirx.Stmt) -> int:
-    """In how many places of statements an access or a pointer is one to this memory. What is the same object twice in
-    one expression counts once."""
-    found = 0
-    for part in walk(where):
-        uses = [use for expr in expressions(part) for use in nodes(expr, tirx.BufferLoad, tirx.Var)]
-        uses += [part] if isinstance(part, tirx.BufferStore) else []
-        found += sum((use if isinstance(use, tirx.Var) else use.buffer.data).same_as(data) for use in uses)
-    return found
+    """In how many places of statements an access or a pointer is one to this memory."""
+    return sum((use if isinstance(use, tirx.Var) else use.buffer.data).same_as(data) for use in uses_in(where))
 
 
 def walks_all(loops: Sequence[tirx.For], indices: Sequence[tirx.PrimExpr], shape: Sequence[tirx.PrimExpr]) -> bool:
