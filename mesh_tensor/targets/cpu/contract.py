@@ -23,7 +23,7 @@ from mesh_tensor.tir.nodes import int_or, is_const, loads, nodes
 from mesh_tensor.tir.rewrite import sequence, statements
 
 from .blas import blas_wanted
-from .exprs import const, loop_nest
+from .exprs import const, loop_nest, same
 from .fuse import accesses, uses_in, walk
 from .products import FACTORS, RESULT, is_product, map_sequences, own_blocks, uses_of, walks_all, whole_store
 
@@ -87,17 +87,13 @@ def _only_reader(store: tirx.BufferStore, after: Sequence[tirx.Stmt], params: fr
             return None
         reads = [load for load in loads(stmt) if load.buffer.same_as(store.buffer)]
         if reads:
-            same = len(reads) == 1 and all(map(_same, reads[0].indices, store.indices))
-            return place if same and not any(use is reads[0] for i in stmt.indices for use in loads(i)) else None
+            alike = len(reads) == 1 and all(map(same, reads[0].indices, store.indices))
+            return place if alike and not any(use is reads[0] for i in stmt.indices for use in loads(i)) else None
         if stmt.buffer.same_as(store.buffer):
             return None
         if stmt.buffer.data in sources or (stmt.buffer.data in params and sources & params):
             return None
     return None
-
-
-def _same(a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
-    return bool(tirx.analysis.expr_deep_equal(a, b))
 
 
 def _with_value(stmt: tirx.BufferStore, store: tirx.BufferStore) -> tirx.BufferStore:
@@ -158,7 +154,7 @@ def _sets_all(stmt: tirx.Stmt, block: tirx.Buffer) -> bool:
         return False
     first = next(part for part in statements(stmt) if _uses(part, block))
     stored = isinstance(first, tirx.BufferStore) and first.buffer.same_as(block) and len(_uses(first, block)) == 1
-    return stored and all(all(map(_same, use.indices, uses[0].indices)) for use in uses)
+    return stored and all(all(map(same, use.indices, uses[0].indices)) for use in uses)
 
 
 def _sliced(body: tirx.Stmt, block: tirx.Buffer) -> tirx.Stmt:

@@ -16,7 +16,7 @@ from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.nodes import int_or, is_const, nodes
 from mesh_tensor.tir.rewrite import sequence, statements
 
-from .exprs import GEMM, const, map_bodies
+from .exprs import GEMM, const, map_bodies, same
 from .fuse import expressions, uses_in, walk
 
 #: Where the arguments of a product's call are.
@@ -143,11 +143,7 @@ def _is_copy(store: tirx.BufferStore, own: dict[tirx.Var, tirx.Buffer]) -> bool:
     source = value.buffer
     same_form = source.dtype == buffer.dtype and [int(s) for s in source.shape] == [int(s) for s in buffer.shape]
     is_whole = source.same_as(own.get(source.data)) and not source.strides
-    return same_form and is_whole and all(map(_same, value.indices, store.indices))
-
-
-def _same(a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
-    return a.same_as(b) or isinstance(a, tirx.IntImm) and is_const(b, int(a))
+    return same_form and is_whole and all(map(same, value.indices, store.indices))
 
 
 def _cleared(after: Sequence[tirx.Stmt], buffer: tirx.Buffer) -> list[tirx.Stmt] | None:
