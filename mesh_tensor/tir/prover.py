@@ -51,7 +51,7 @@ class Prover(arith.Analyzer):
             return self.can_prove_equal(one.a - one.b, other.a - other.b)
         if isinstance(one, tirx.And):
             return self._are_alike(one.a, other.a) and self._are_alike(one.b, other.b)
-        if isinstance(one, tirx.Call) and one.op.same_as(other.op) and len(one.args) == len(other.args):
+        if isinstance(one, tirx.Call) and _are_same_calls(one, other):
             return all(
                 self.can_prove_equal(*pair) if _are_whole(*pair) else self._are_alike(*pair)
                 for pair in zip(one.args, other.args, strict=True)
@@ -104,6 +104,12 @@ class Prover(arith.Analyzer):
     def _is_other(self, difference: tirx.PrimExpr, example: _Example) -> bool:
         value = self._at(difference, example)
         return isinstance(value, tirx.IntImm) and int(value) != 0
+
+
+def _are_same_calls(one: tirx.Call, other: tirx.Call) -> bool:
+    """Whether two calls differ in their arguments at most."""
+    is_plain = not one.annotations and not other.annotations
+    return is_plain and bool(one.op.same_as(other.op)) and len(one.args) == len(other.args)
 
 
 def _are_whole(*exprs: Any) -> bool:
