@@ -45,7 +45,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    gc.set_threshold(20_000, 10, 20)
+    gc.set_threshold(50_000, 10, 20)
 
 
 @pytest.fixture(autouse=True)
