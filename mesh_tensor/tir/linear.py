@@ -44,6 +44,11 @@ class Linear:
     def same_as(self, other: Linear) -> bool:
         return self.const == other.const and self.terms == other.terms
 
+    @property
+    def variable(self) -> Any:
+        """The variable that it is; None if it is anything else."""
+        return next(iter(self.terms)) if not self.const and list(self.terms.values()) == [1] else None
+
     @cached_property
     def key(self) -> tuple:
         """Equal for equal forms, and hashable."""
