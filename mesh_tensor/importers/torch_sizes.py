@@ -160,8 +160,8 @@ def counted(otherwise: Convert) -> Convert:
 
 
 def sliced(otherwise: Convert) -> Convert:
-    """Part of a dim. Of open bounds that count from its end, or lie before it begins, torch says that they do: sizes for
-    which they would not are none of the program's."""
+    """Part of a dim. Open bounds count from its end, or lie before it begins, where they did so in the example: torch
+    takes no sizes with which they don't."""
 
     def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
         x, dim, start, end, step = arguments(node, importer, 1, dim=0, start=None, end=None, step=1)
