@@ -38,7 +38,7 @@ from .torch_program import (
     refuse_autocast,
     written_buffers,
 )
-from .torch_sizes import in_tir, sizes_of
+from .torch_sizes import in_tir, sizes_of, symbols_of
 
 
 @uncollected
@@ -86,7 +86,7 @@ class _Importer(ExportedProgramImporter):
     def begin(self, program: torch.export.ExportedProgram) -> None:
         """Take this program next."""
         self._main, self._written = program.graph_module, len(written_buffers(program))
-        self._open: dict[Any, tirx.PrimExpr] | None = None  # open sizes, by what torch calls them
+        self._open: dict[Any, tirx.PrimExpr] = {}  # open sizes, by what torch calls them
         self.conditions = list[str]()  # what operators ask of open sizes
 
     def _translate_fx_graph(self, graph_module: Any, nodes: Any, inputs_vars: Any, custom_ops: Any = None) -> Any:
@@ -144,7 +144,7 @@ class _Importer(ExportedProgramImporter):
             return value
         if all(isinstance(size, int) for size in meant.shape):
             return value
-        known = [self.size(size) for size in meant.shape]
+        known = [size if isinstance(size, int) else self._sizes().get(size.node.expr) for size in meant.shape]
         shape = value.struct_info.shape
         if not all(isinstance(size, (int, tirx.Var)) for size in known):
             return value
@@ -156,16 +156,26 @@ class _Importer(ExportedProgramImporter):
         """A size, made of the open sizes of the inputs; None if it is not."""
         if isinstance(size, int):
             return size
-        if self._open is None:
-            places = [
-                (node.meta.get("val"), self.env.get(node)) for node in self._main.graph.find_nodes(op="placeholder")
-            ]
+        known = self._sizes()
+        if (made := in_tir(size.node.expr, known)) is not None:
+            return made
+        symbols = {n: found for n, found in symbols_of(known).items() if n in size.node.expr.free_symbols}
+        made = in_tir(size.node.expr, {**known, **{n: value for n, (value, _) in symbols.items()}})
+        if made is not None:
+            self.conditions += [condition for _, condition in symbols.values()]
+        return made
+
+    def _sizes(self) -> dict[Any, tirx.PrimExpr]:
+        """The open sizes of the inputs, by what torch calls them."""
+        if not self._open:
+            places = self._main.graph.find_nodes(op="placeholder")
+            given = [(place.meta.get("val"), self.env.get(place)) for place in places]
             self._open = sizes_of(
                 (meant.shape, var.struct_info.shape)
-                for meant, var in places
+                for meant, var in given
                 if isinstance(meant, torch.Tensor) and not meant.is_complex() and var is not None
             )
-        return in_tir(size.node.expr, self._open)
+        return self._open
 
     def _is_known(self, node: torch.fx.Node) -> bool:
         """Operators are known by name; others' that are called as one of torch's are not meant."""

@@ -22,22 +22,28 @@ Known = Mapping[sympy.Expr, tirx.PrimExpr]
 
 
 def sizes_of(shapes: Iterable[tuple[Any, Any]]) -> dict[sympy.Expr, tirx.PrimExpr]:
-    """What open sizes are here, by what torch calls them: those of pairs of shapes, torch's and ours, and symbols that
-    such sizes are made of (n, where 2 * n + 1 is known)."""
-    known = {
+    """What open sizes are here, by what torch calls them: those of pairs of shapes, torch's and ours."""
+    return {
         size.node.expr: ours
         for meant, made in shapes
         for size, ours in zip(meant, made, strict=True)
         if isinstance(size, torch.SymInt)
     }
-    for size, ours in list(known.items()):
+
+
+def symbols_of(known: Known) -> dict[sympy.Expr, tuple[tirx.PrimExpr, str]]:
+    """The symbols that some sizes are made of (n, where 2 * n + 1 is known), with what these sizes have to fulfil."""
+    found = {}
+    for size, ours in known.items():
         symbols = size.free_symbols
-        if size.is_symbol or len(symbols) != 1 or (symbol := next(iter(symbols))) in known:
+        if size.is_symbol or len(symbols) != 1 or not isinstance(ours, tirx.Var):
             continue
+        (symbol,) = symbols
         factor, rest = size.coeff(symbol), size.subs(symbol, 0)
         if factor.is_Integer and factor > 0 and rest.is_Integer and size == factor * symbol + rest:
-            known[symbol] = tirx.floordiv(ours - int(rest), tirx.IntImm("int64", int(factor)))
-    return known
+            made = tirx.floordiv(ours - int(rest), tirx.IntImm("int64", int(factor)))
+            found[symbol] = made, f"({ours.name} - ({rest})) % {factor} == 0"
+    return found
 
 
 def in_tir(size: sympy.Expr, known: Known) -> tirx.PrimExpr | None:
@@ -132,7 +138,7 @@ def filled(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A tensor of one number everywhere, which a size may say."""
     sizes, value = arguments(node, importer, 2)
     shape = [importer.env[size] if isinstance(size, torch.fx.Node) else size for size in sizes]
-    if not _is_open(value):
+    if not isinstance(value, (relax.Expr, tirx.PrimExpr)):
         dtype = result_dtype(node)
         return emit(importer, relax.op.full(shape, relax.const(value, dtype), dtype))
     number = tensor_of(importer, value, result_dtype(node)) if isinstance(value, tirx.PrimExpr) else value
