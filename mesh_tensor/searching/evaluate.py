@@ -140,7 +140,7 @@ def meshes_around(manual: Mesh, tried: Sequence[Mesh]) -> list[Mesh]:
     """The meshes of as many devices that have these axes, and one more, before or after them, of what is left; where
     there is none, the first one that was tried, which is refused."""
     found = []
-    name = next(name for name in ("data", "rest", "other axis") if name not in manual)
+    name = next(name for name in ("data", *(f"data{n}" for n in range(len(manual)))) if name not in manual)
     for each in dict.fromkeys(mesh.num_devices for mesh in tried):
         rest, left = divmod(each, manual.num_devices)
         if left == 0:
