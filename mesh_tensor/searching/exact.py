@@ -53,10 +53,8 @@ def exact_price(graph: Graph, atoms: Atoms, seconds: float = 60.0) -> Exact:
         MeshTensorError: there is no solver, or it found nothing in time.
     """
     if graph.manual:
-        refuse(
-            f"{graph.name!r} has manual computations over {listing(sorted(graph.manual))}, which are not searched exactly",
-            fix="search operators alone",
-        )
+        axes = listing(sorted(graph.manual))
+        refuse(f"{graph.name!r} has manual computations over {axes}, which are not searched exactly")
     try:
         from scipy.optimize import milp
     except ImportError:
