@@ -180,7 +180,7 @@ def summary(took: list[float], simulated: list[float], ratios: list[float] | Non
     )
 
 
-_SENT = 16, 1024  # sides of tensors that ranks exchange to know their link
+_SENT = 16, 512  # sides of tensors that ranks reduce to know their link
 _LINK = "gloo"
 
 
@@ -188,7 +188,8 @@ def on_two_ranks(calls: int) -> list[tuple[str, float, float]]:
     """On each of two ranks: name, measured and simulated seconds of every program, with rows or weights split."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     (machine,) = _all_have(alone(mt.Machine.measure)(60.0))
-    machine = replace(machine, processors=None, links=(_measured_link(mesh, calls),), call=0.0)
+    machine = replace(machine, processors=None, call=0.0)
+    machine = replace(machine, links=(_measured_link(mesh, machine, calls),))
     machine = replace(machine, call=_measured_call(mesh, machine, calls))
     found = []
     for name, run, arguments in _rank_cases(mesh):
@@ -246,15 +247,25 @@ def _all_have(given: Any) -> list[Any]:
     return [each for each in found if each is not None]
 
 
-def _measured_link(mesh: Any, calls: int) -> Link:
-    """What a change of layout takes between the ranks, without bytes and per byte."""
-    took = []
+def _measured_link(mesh: Any, machine: mt.Machine, calls: int) -> Link:
+    """What a reduction takes between the ranks, without bytes and per byte: what layers that sum over split features
+    take beside what they compute, in chains of two lengths."""
+    nothing = replace(machine, links=(Link(_LINK, None, rate=1e18, start=0.0),))
+    took, received = list[float](), list[float]()
     for side in _SENT:
-        tensor = _shared(torch.randn(side, side), mesh, Shard(0))
-        took.append(rank_seconds(lambda tensor=tensor: mt.redistribute(tensor, {}), calls))
-    small, large = took
-    received = 4 * (_SENT[1] ** 2 - _SENT[0] ** 2) / 2
-    return Link(_LINK, None, rate=received / max(1e-9, large - small), start=small)
+        x, beside, nbytes = torch.randn(side, side), list[float](), list[int]()
+        for count in (2, 10):
+            model = nn.Sequential(*[nn.Linear(side, side, bias=False) for _ in range(count)])
+            module = mt.from_torch(torch.export.export(model, (x,)), check=False)
+            layouts = {name: {"x": 1} for name in module.params}
+            run = mt.distribute_module(module.mod, mesh, layouts, weights=module.params)
+            shared = _shared(x, mesh, Replicate())
+            beside.append(rank_seconds(lambda run=run, x=shared: run(x), calls) - mt.simulate(run, nothing).time)
+            nbytes.append(sum(step.bytes for step in run.program.steps))
+        took.append((beside[1] - beside[0]) / 8)
+        received.append((nbytes[1] - nbytes[0]) / 8)
+    rate = (received[1] - received[0]) / max(1e-9, took[1] - took[0])
+    return Link(_LINK, None, rate, start=max(0.0, took[0]))
 
 
 def _measured_call(mesh: Any, machine: mt.Machine, calls: int) -> float:
