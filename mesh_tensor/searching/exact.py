@@ -54,7 +54,10 @@ def exact_price(graph: Graph, atoms: Atoms, seconds: float = 60.0) -> Exact:
     """
     if graph.manual:
         axes = listing(sorted(graph.manual))
-        refuse(f"{graph.name!r} has manual computations over {axes}, which are not searched exactly")
+        refuse(
+            f"{graph.name!r} has manual computations over {axes}, which are not searched exactly",
+            fix="compare the strategies by their times",
+        )
     try:
         from scipy.optimize import milp
     except ImportError:
