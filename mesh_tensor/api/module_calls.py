@@ -19,8 +19,8 @@ from mesh_tensor.importers.constants import Constants
 from mesh_tensor.importers.imported import CallForm
 from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
+from mesh_tensor.runtime.backend import Leave
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
-from mesh_tensor.runtime.overwriting import Leave
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.ranks.faults import Faults, agree

@@ -16,9 +16,8 @@ from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.program.builder import Overwritten
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.runtime.backend import Memory
+from mesh_tensor.runtime.backend import Leave, Memory, may_overwrite
 from mesh_tensor.runtime.elementwise import not_finite
-from mesh_tensor.runtime.overwriting import Leave, may_overwrite
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.dtensor import local_part

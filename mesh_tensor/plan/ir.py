@@ -17,7 +17,7 @@ from tvm import relax, tirx
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator import OpCall, TensorType
-from mesh_tensor.rules.operator.loops import MARKS
+from mesh_tensor.rules.operator.manual import MARKS
 
 from .prices import PRICES, Prices
 

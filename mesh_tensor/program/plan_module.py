@@ -15,6 +15,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.lowering.local_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
+from mesh_tensor.plan.counted_places import counted_slices
 from mesh_tensor.plan.expansions import expand, refined_annotations, refinements, regroup_sums, with_merged_dims
 from mesh_tensor.plan.explicit import ExplicitGraph, Run, forms_in
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
@@ -195,7 +196,7 @@ def read_module(
     graph = read_graph(mod, function, mesh, annotations, loops=loops)
     graph = replace(graph, prices=prices_on(mesh, options.machine))
     expand_kernels(graph)
-    graph = joined_slices(parts_side_by_side(without_fixed_rows(graph)))
+    graph = joined_slices(parts_side_by_side(counted_slices(without_fixed_rows(graph))))
     atoms = options.atoms(graph)
     if (made := with_merged_dims(graph, atoms)) is not None:
         graph, atoms = made, options.atoms(made)

@@ -197,9 +197,7 @@ class Part:
             self._local is None
             and self.tiling is tiling
             and self.layout is layout
-            and self.tile is not None
-            and self.tile.dtype is tiling.dtype
-            and tiling.serves(self.tile)
+            and (self.is_ready or self.serves())
         )
 
     def addable(self, other: Part) -> tuple[torch.Tensor, torch.Tensor]:
