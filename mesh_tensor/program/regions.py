@@ -137,14 +137,10 @@ class Regions:
         if not self._may_be(one) or chosen(self._named(one)) != chosen(self._named(sizes)):
             return None
         try:
-            own = self._plans.of(one)
-            if outline(own) == outline(plan):
-                return own
-            like = None if self._cheapest else self._plans.like(one, sizes)
+            like = self._plans.like(one, sizes, 0 if self._cheapest else _DEARER)
+            return like if like is not None and outline(like) == outline(plan) else None
         except Exception:  # nobody asked for these sizes, which the function may not have, without saying so
             return None
-        alike = like is not None and outline(like) == outline(plan) and like.cost <= _DEARER * own.cost
-        return like if alike else None
 
     def _told(self, box: Box, corners: Mapping[Sizes, ModulePlan]) -> Sizes:
         """The periods that count: those of the function alone for symbols of which no split dim's size depends."""

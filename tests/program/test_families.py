@@ -133,7 +133,8 @@ def test_gpt(planned, mesh, given):
         tokens = torch.randint(12, size)
         torch.testing.assert_close(run(tokens), model(tokens), rtol=2e-4, atol=2e-5)
         same_as_new(run)
-    few(planned, sizes)
+    if 1 not in given:  # else rows of the positions' table lie in windows, which are for their very sizes
+        few(planned, sizes)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
