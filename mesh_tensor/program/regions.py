@@ -97,6 +97,8 @@ class Regions:
         for _ in range(_CORNERS):
             corners = (box := Box(tuple(low), tuple(high), self._periods)).corners
             corner = next((each for each in (corners[0], *reversed(corners)) if each not in plans), None)
+            if len(corners) > _CORNERS:
+                return None
             if corner is None:
                 return (box, {each: plans[each] for each in corners}) if len(corners) > 1 else None
             if (like := self._like(corner, sizes, plan)) is not None:
