@@ -192,7 +192,7 @@ class Iteration(Expressions):
         record = statement.tile_op
         if record is None or not record.sources:
             return self._expr(statement.values[0], statement) if statement.values else None
-        if self.ordered and all(self._is_free_load(access, statement) for access in statement.reads):
+        if self.ordered and all(self._is_free_load(access) for access in statement.reads):
             return independent(Level.POINT)
         if not isinstance(record, (Copy, Gemm, Reduce)) or record.reduction not in (None, "sum", "max"):
             return None
@@ -219,7 +219,7 @@ class Iteration(Expressions):
                 return None
         return _over_others(statement, operand) if over and operand.part is None else operand
 
-    def _is_free_load(self, access: Access, statement: Statement) -> bool:
+    def _is_free_load(self, access: Access) -> bool:
         value = self._load(access)
         return value is not None and value.part is not None
 
