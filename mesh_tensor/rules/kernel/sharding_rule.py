@@ -182,8 +182,9 @@ def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:
     Raises:
         MeshTensorError: the function is not one TileLang kernel.
     """
-    with without_overflow(check_kernel(prim_func)):
-        return sharding_rule_of(analyse(normalize(prim_func)))
+    func = check_kernel(prim_func)
+    with without_overflow(func):
+        return sharding_rule_of(analyse(normalize(func)))
 
 
 def sharding_rule_of(analysis: Analysis, made: Refined | None = None) -> ShardingRule:
