@@ -37,11 +37,6 @@ class Loop:
     kind: str
     node: tirx.For | None
 
-    @property
-    def runs_once(self) -> bool:
-        """Whether it has just one iteration, so that nothing goes from one to another."""
-        return is_const(self.extent, 1)
-
 
 @dataclass(eq=False)
 class Access:
@@ -166,6 +161,14 @@ class Kernel:
         if var not in self._once:
             self._once[var] = self.analyzer.can_prove_equal(self.loops[var].extent, 1)
         return self._once[var]
+
+    def is_idle(self, var: tirx.Var) -> bool:
+        """Whether a loop has a single iteration, and no place depends on it: it neither walks nor carries anything."""
+        return is_const(self.loops[var].extent, 1) and var not in self._placing
+
+    @cached_property
+    def _placing(self) -> set[tirx.Var]:
+        return vars_of([index for s in self.statements for a in s.accesses for index in a.indices], self.binds)
 
     def is_param(self, buffer: tirx.Buffer) -> bool:
         return any(buffer.same_as(param) for param in self.params.values())
