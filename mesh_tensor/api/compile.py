@@ -23,7 +23,7 @@ from mesh_tensor.program.symbolic import Lower, Programs
 from mesh_tensor.rules.kernel.sharding_rule import sharding_rule
 from mesh_tensor.runtime.ambient import is_plain, plain, refuse_traced, uncompiled, undisturbed
 from mesh_tensor.runtime.ranks import are_current, is_dtensor, ranks_of
-from mesh_tensor.runtime.ranks.dtensor_ports import Transfer
+from mesh_tensor.runtime.ranks.rank_launch import Transfer
 from mesh_tensor.targets.kernels import find_target
 from mesh_tensor.tir.grids import grids_of
 

@@ -145,15 +145,24 @@ class Pipeline:
     @undisturbed
     def __call__(self, *batch: Any, **named: Any) -> Any:
         if self._runs is None:
-            return self._run(self._prepared(batch, named))
+            return self._run(self._prepared(self._given(batch, named)))
         self._forget()  # gradients are those of a call that all ranks made, or there are none
-        made = self._runs.call(lambda: self._facts(self._prepared(batch, named)), self._run_on_ranks, _whole)
+        given = dict[str, torch.Tensor]()
+
+        def prepare() -> tuple[dict[str, str], list[Microbatch]]:
+            given.update(self._given(batch, named))
+            return self._facts(self._prepared(given))
+
+        made = self._runs.call(prepare, self._run_on_ranks, lambda _: given)
         self._ran = True
         return made
 
-    def _prepared(self, batch: Sequence[Any], named: Mapping[str, Any]) -> list[Microbatch]:
+    def _given(self, batch: Sequence[Any], named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The inputs of a call, by parameter."""
+        return self._signature.passed(self._whole, *call_tensors(self._form, batch, named))
+
+    def _prepared(self, given: Mapping[str, torch.Tensor]) -> list[Microbatch]:
         """The microbatches of a batch, with the stages for their sizes."""
-        given = self._signature.passed(self._whole, *call_tensors(self._form, batch, named))
         tensors = {**self._whole, **given}
         parts = split_batch(self._signature, {name: tensors[name] for name in self.inputs}, self.microbatches)
         checked = tensors if self._open else {}  # weights of known sizes were checked before
@@ -169,7 +178,9 @@ class Pipeline:
                 refuse_outside(here.fragments["F"].module.plan.index_checks, tensors, self._flow.function)
         counts = [rows_of(part) for part in parts]
         shares = [count / sum(counts) for count in counts]
-        parts = self._results.with_totals(self._whole, parts, shares)
+        mine = [stage for stage in self.stages if self._runs is None or stage.mesh == self._runs.ranks.name]
+        taken = {name for stage in mine for name in stage.params}
+        parts = self._results.with_totals(self._whole, parts, shares, taken)
         seeds = [self._results.seed(self._flow.returned[0], share) for share in shares]
         scale = self.loss_scale or 1.0
         return [Microbatch(*each, scale) for each in zip(parts, plans, shares, seeds, strict=True)]
@@ -314,7 +325,7 @@ class Pipeline:
     def _facts(self, microbatches: list[Microbatch]) -> tuple[dict[str, str], list[Microbatch]]:
         """What has to be alike on all ranks."""
         layouts = dict.fromkeys(here.layouts_text for part in microbatches for here in part.stages)
-        shapes = [f"{name} {tuple(t.shape)}" for part in microbatches for name, t in part.inputs.items()]
+        shapes = [f"{name} {tuple(part.inputs[name].shape)}" for part in microbatches for name in self.inputs]
         return {
             **self._own_facts,
             "loss scale": str(self.loss_scale),
@@ -353,10 +364,3 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"Pipeline({self._flow.function}, {len(self.stages)} stages, {self.schedule.name!r}, {self.topology})"
-
-
-def _whole(microbatches: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
-    """What all ranks are given of a batch, by words for it."""
-    return {
-        f"{name} of microbatch {i}": part for i, each in enumerate(microbatches) for name, part in each.inputs.items()
-    }

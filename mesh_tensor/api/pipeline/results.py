@@ -3,7 +3,7 @@ own, and numbers that are means or sums."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,11 +56,20 @@ class Results:
         return torch.cat(list(parts)) if isinstance(kind, Rows) else _combined(kind, parts, shares)
 
     def with_totals(
-        self, weights: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, torch.Tensor]], shares: Sequence[float]
+        self,
+        weights: Mapping[str, torch.Tensor],
+        parts: Sequence[Mapping[str, torch.Tensor]],
+        shares: Sequence[float],
+        taken: Collection[str],
     ) -> list[dict[str, torch.Tensor]]:
-        """The microbatches with what they have to know of their batch."""
+        """The microbatches with what they have to know of their batch, as far as that is `taken`."""
+        wanted = set(taken)
+        for total, (takes, _) in reversed(self._totals.items()):  # which may take earlier ones
+            wanted |= set(takes) if total.name in wanted else set()
         known: dict[str, torch.Tensor] = {}
         for total, (takes, function) in self._totals.items():
+            if total.name not in wanted:
+                continue
             made = []
             for each in parts:
                 there = {**weights, **each, **known}

@@ -137,7 +137,9 @@ class Row:
         """What a fragment makes of weights, and of what is held; what a backward is the last to take isn't any more,
         and gradients of weights that were added to earlier microbatches' are no part of what it makes."""
         fragment, weights, carrier = here.fragments[action.kind], self._weights[here.stage.index], self._carrier
-        values = [held[name] if name in held else fetched(weights[name], carrier.moved) for name in fragment.takes]
+        values = [held[name] if name in held else weights[name] for name in fragment.takes]
+        if self._memory:
+            values = [fetched(value, carrier.moved) for value in values]
         if action.kind != "F":
             for name in held.keys() & here.lasts[action.kind]:
                 del held[name]
