@@ -170,3 +170,17 @@ def test_places_from_the_end(target):
             run(a, found, after)
             torch.testing.assert_close(found, expected)
             torch.testing.assert_close(after, turned)
+
+
+def test_bounds_that_an_integer_does_not_have():
+    """TVM raises where it asks how far a variable of 8 bits goes."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((8, 8), "float32"), C: T.Tensor((8, 8), "float32")):
+        with T.Kernel(2, threads=32) as bx:
+            for i, j in T.Parallel(4, 8):
+                x = T.cast(j * 40, "int8")
+                C[bx * 4 + i, j] = A[bx * 4 + i, j] + T.cast(x + x, "float32")
+
+    added = (torch.arange(8) * 40).to(torch.int8) * 2
+    assert_right(kernel, {"x": 2}, {"A": {"x": 0}, "C": {"x": 0}}, [torch.randn(8, 8)], lambda a: a + added)
