@@ -69,8 +69,8 @@ class BufferAccess:
         self, buffer: tirx.Buffer, indices: Sequence[tirx.PrimExpr], scope: FunctionScope, compile_expr: Compiler
     ) -> None:
         if sum("x" in index.dtype for index in indices) > 1:
-            what, why = f"an access to {buffer.name!r} has vectors in several dims", "it is not said which elements meet"
-            refuse(what, why=why, fix="write it in a T.Parallel loop, or as T.copy")
+            what = f"an access to {buffer.name!r} has vectors in several dims"
+            refuse(what, why="it is not said which elements meet", fix="write it in a T.Parallel loop, or as T.copy")
         self.storage = scope.storage(buffer)
         self.array = scope.array(buffer)
         codes = [compile_expr(i, scope) for i in indices]
