@@ -22,7 +22,7 @@ from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype, torch_tensor
 from mesh_tensor.targets.kernels import tir_function
 from mesh_tensor.targets.torch_ops import typed, untyped_function
-from mesh_tensor.tir.plain_statements import with_contiguous_rows
+from mesh_tensor.tir.plain_statements import with_contiguous_rows, with_places_from_the_end
 
 from .each_device import EachDevice, chosen, collective, index, of_all, of_each, on_each, same_on_all, tiles, whole
 from .module_inputs import bound
@@ -235,7 +235,7 @@ class _Frame:
 
     def _tir_function(self, call: OpCall) -> Callable[..., tuple[torch.Tensor, ...]]:
         numbers = plain(call.expr.args[2]) if len(call.expr.args) > 2 else ()
-        kernel = with_contiguous_rows(self._runner.mod[call.expr.args[0]])
+        kernel = with_places_from_the_end(with_contiguous_rows(self._runner.mod[call.expr.args[0]]))
         return tir_function(kernel, call.inputs, call.outputs, numbers)
 
     def _assert(self, expr: relax.Call, name: str) -> RelaxValue:

@@ -3,7 +3,9 @@ statements that say all that they compute."""
 
 from __future__ import annotations
 
-from tvm import arith, tirx
+from tilelang.transform import LegalizeNegativeIndex
+from tvm import arith, ir, tirx
+from tvm.error import InternalError
 
 from mesh_tensor.base.errors import refuse
 
@@ -161,6 +163,17 @@ def _plain(realize: tirx.SBlockRealize) -> tirx.SBlockRealize | None:
         [], [], [], block.name_hint, body, None, block.alloc_buffers, [], block.annotations
     )  # fmt: skip
     return tirx.SBlockRealize([], True, plain)
+
+
+def with_places_from_the_end(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The function, in which places that are negative wherever they are used count from the end of their dim, as they
+    do in TileLang: `A[-1]` is the last row. Where TVM raises as it looks for bounds, TileLang knows no such places."""
+    named = func if func.attrs and "global_symbol" in func.attrs else func.with_attr("global_symbol", "main")
+    try:
+        body = LegalizeNegativeIndex()(ir.IRModule({"main": named}))["main"].body
+    except (ValueError, InternalError):  # of integers of 8 bits, bounds that no such integer has
+        return func
+    return func if ir.structural_equal(body, func.body) else func.with_body(body)
 
 
 def with_contiguous_rows(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -165,3 +165,44 @@ def test_divided_by_what_is_0_at_first(layouts, place):
     b = torch.zeros(8, 16)
     kern(a, first, b)
     assert torch.equal(b, a.gather(1, places))
+
+
+@pytest.mark.parametrize("target", ["interpret", "c"])
+def test_places_from_the_end(target):
+    """In TileLang a place that is negative wherever it is used counts from the end of its dim; they were outside."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((12, 8), "float32"), C: T.Tensor((12, 8), "float32"), D: T.Tensor((12, 8), "float32")):
+        with T.Kernel(3, threads=32) as bx:
+            block = T.alloc_shared((4, 8), "float32")
+            T.copy(A[-4, 0], block)
+            for j in T.Parallel(8):
+                block[-3, j] = 1.0
+                D[-1 - bx, j] = A[bx, -1]
+            for i, j in T.Parallel(4, 8):
+                C[bx * 4 + i, j] = A[bx * 4 + i, j] + 2 * A[-1, j] + 4 * A[i - 4, j] + 8 * block[-2, j] + block[1, j]
+
+    a, d = torch.randn(12, 8), torch.randn(12, 8)
+    expected = a + 2 * a[-1] + 4 * a[-4:].repeat(3, 1) + 8 * a[-2] + 1
+    turned = torch.cat([d[:9], a[:3, -1:].flip(0).expand(3, 8)])
+    for layouts in {"A": {"x": 0}, "C": {"x": 0}}, {"A": {"x": 1}, "C": {"x": 1}}, {"D": {"x": 0}}, {"D": {"x": 1}}:
+        for devices in 1, 2:
+            run = mt.compile(mt.annotate(kernel, {"x": devices}, layouts), target=target)
+            found, after = torch.empty(12, 8), d.clone()
+            run(a, found, after)
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(after, turned)
+
+
+def test_bounds_that_an_integer_does_not_have():
+    """TVM raises where it asks how far a variable of 8 bits goes."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((8, 8), "float32"), C: T.Tensor((8, 8), "float32")):
+        with T.Kernel(2, threads=32) as bx:
+            for i, j in T.Parallel(4, 8):
+                x = T.cast(j * 40, "int8")
+                C[bx * 4 + i, j] = A[bx * 4 + i, j] + T.cast(x + x, "float32")
+
+    added = (torch.arange(8) * 40).to(torch.int8) * 2
+    assert_right(kernel, {"x": 2}, {"A": {"x": 0}, "C": {"x": 0}}, [torch.randn(8, 8)], lambda a: a + added)

@@ -1,10 +1,10 @@
 """Bring a kernel into the form that analysis and rewriting expect.
 
-Index bindings are inlined; regions have constant extents where they can; accesses through views become accesses to what
-they are views of; compound operations become what they are made of; grid loops that walk two dims at once become two
-loops, and so do loops that do something every n iterations; loops that end early go on, and do nothing; iterations and
-programs that are given up become conditions; what a print is made of becomes one statement; rows on chip that nothing
-depends on go.
+Negative places are those from a dim's end; index bindings are inlined; regions have constant extents where they can;
+accesses through views become accesses to what they are views of; compound operations become what they are made of; grid
+loops that walk two dims at once become two loops, and so do loops that do something every n iterations; loops that end
+early go on, and do nothing; iterations and programs that are given up become conditions; what a print is made of
+becomes one statement; rows on chip that nothing depends on go.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointer
 from mesh_tensor.tir.linear import loop_ranges
 from mesh_tensor.tir.loops import forward, lengthen
 from mesh_tensor.tir.nodes import function_name, is_const, loads, nodes
-from mesh_tensor.tir.plain_statements import with_plain_blocks, with_values_in_place, without_early_exits
+from mesh_tensor.tir.plain_statements import (
+    with_places_from_the_end,
+    with_plain_blocks,
+    with_values_in_place,
+    without_early_exits,
+)
 from mesh_tensor.tir.reducers import parts_of, without_reducers
 from mesh_tensor.tir.rewrite import call_like, loop_like, number, sequence, with_indices
 from mesh_tensor.tir.tile_ops import Fill, Region, parse_tile_op
@@ -86,7 +91,8 @@ class _Source:
 @made_once(ANALYSES)
 def _normalized(source: _Source) -> tirx.PrimFunc:
     _refuse_division_by_0(source.func)
-    func = without_early_exits(with_plain_blocks(_with_own_variables(source.func)))
+    func = with_places_from_the_end(_with_own_variables(source.func))
+    func = without_early_exits(with_plain_blocks(func))
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
     func = with_values_in_place(_inline_bindings(func))

@@ -141,9 +141,10 @@ def _is_copy(store: tirx.BufferStore, own: dict[tirx.Var, tirx.Buffer]) -> bool:
     if not isinstance(value, tirx.BufferLoad) or value.buffer.data.same_as(buffer.data):
         return False
     source = value.buffer
-    same_form = source.dtype == buffer.dtype and [int(s) for s in source.shape] == [int(s) for s in buffer.shape]
-    is_whole = source.same_as(own.get(source.data)) and not source.strides
-    return same_form and is_whole and all(map(same, value.indices, store.indices))
+    if not source.same_as(own.get(source.data)) or source.strides or source.dtype != buffer.dtype:
+        return False
+    same_form = [int(s) for s in source.shape] == [int(s) for s in buffer.shape]
+    return same_form and all(map(same, value.indices, store.indices))
 
 
 def _cleared(after: Sequence[tirx.Stmt], buffer: tirx.Buffer) -> list[tirx.Stmt] | None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 
-from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.base.errors import MeshTensorError, refuse
 
 from .independence import AffineReader
 from .intrinsics import assign
@@ -68,6 +68,9 @@ class BufferAccess:
     def __init__(
         self, buffer: tirx.Buffer, indices: Sequence[tirx.PrimExpr], scope: FunctionScope, compile_expr: Compiler
     ) -> None:
+        if sum("x" in index.dtype for index in indices) > 1:
+            what = f"an access to {buffer.name!r} has vectors in several dims"
+            refuse(what, why="it is not said which elements meet", fix="write it in a T.Parallel loop, or as T.copy")
         self.storage = scope.storage(buffer)
         self.array = scope.array(buffer)
         codes = [compile_expr(i, scope) for i in indices]

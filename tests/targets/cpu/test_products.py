@@ -216,3 +216,25 @@ def test_what_is_cleared_and_copied():
 def stores(statement, block, value):
     source = c_source(around(statement))
     return len(re.findall(rf"mt_block\d+_{block}\[.*\] = {value}", source))
+
+
+def test_a_factor_that_is_copied_from_a_tensor_of_open_size():
+    """Nobody knows how many rows there are of what a block is a copy of; it was a TypeError."""
+    m = T.dynamic("m")
+
+    @T.prim_func
+    def squares(X: T.Tensor((m * 16, COLUMNS)), Y: T.Tensor((COLUMNS, COLUMNS)), Z: T.Tensor((m, 16, COLUMNS))):
+        with T.Kernel(m, threads=128) as bx:
+            a, b = T.alloc_shared((16, COLUMNS), "float32"), T.alloc_shared((COLUMNS, COLUMNS), "float32")
+            c = T.alloc_fragment((16, COLUMNS), "float32")
+            T.copy(X[bx * 16, 0], a)
+            T.copy(Y, b)
+            for i, j in T.Parallel(16, COLUMNS):
+                a[i, j] = a[i, j] * a[i, j]
+            T.clear(c)
+            T.gemm(a, b, c)
+            T.copy(c, Z[bx, 0, 0])
+
+    x, y, z = torch.randn(3 * 16, COLUMNS), torch.randn(COLUMNS, COLUMNS), torch.empty(3, 16, COLUMNS)
+    compile_for_cpu(squares)(x, y, z)
+    torch.testing.assert_close(z.flatten(0, 1), x.square() @ y, rtol=1e-4, atol=1e-3)

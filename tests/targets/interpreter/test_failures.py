@@ -166,6 +166,19 @@ def test_unknown_operations_are_named():
     assert "collective" in message
 
 
+def test_vectors_in_several_dims():
+    """Of as many rows as columns the diagonal was stored, and nothing else."""
+
+    @T.prim_func
+    def squares(X: T.Tensor((8, 4), "float32"), Y: T.Tensor((8, 4), "float32")):
+        with T.Kernel(2, threads=128) as bx:
+            Y[bx * 4 : bx * 4 + 4, 0:4] = X[bx * 4 : bx * 4 + 4, 0:4]
+
+    message = refusal(squares, [ones(8, 4), ones(8, 4)])
+    assert "'Y' has vectors in several dims" in message
+    assert "T.copy" in message
+
+
 def test_division_by_zero():
     @T.prim_func
     def func(Y: T.Tensor((4,), "int32"), n: T.int32):
