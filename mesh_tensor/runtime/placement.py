@@ -144,10 +144,13 @@ class Layout:
         return self._tiles[rank].owner
 
     def poisoned(self, tile: torch.Tensor, rank: int) -> torch.Tensor:
-        """The tile of `rank` with poison for its padding."""
+        """The tile of `rank` with poison for its padding. It lies in memory as before, where elements have memory of
+        their own: torch's products of matrices and sums may differ in the last bit by that."""
         if self._tiles[rank].full:
             return tile
         new, valid = self._new(tile.device, poison=True), self._tiles[rank].valid
+        if not tile.is_contiguous() and 0 not in tile.stride():
+            new = torch.empty_strided(tile.shape, tile.stride(), dtype=tile.dtype, device=tile.device).copy_(new)
         copy(new[valid], tile[valid])
         return new
 
