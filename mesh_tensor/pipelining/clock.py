@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
-from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.errors import listing, refuse, shown
 
 from .check import Dependencies, Takes, check_schedule
 from .schedule import KINDS, Action, Schedule
@@ -186,16 +187,24 @@ class _Clock:
         return Timeline(tuple(map(tuple, self._rows)), tuple((start, start + took) for start, took in pairs))
 
 
+def _is_cost(value: Any) -> bool:
+    """Whether it is a number, of any kind, of at least 0."""
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(value >= 0)
+
+
 def _of_kinds(costs: Mapping[str, float], schedule: Schedule) -> Callable[[Action], float]:
     table = dict(costs)
     if "B" not in table and {"I", "W"} <= table.keys():
         table["B"] = table["I"] + table["W"]
-    missing = {action.kind for row in schedule.rows for action in row} - table.keys()
-    if missing:
+    kinds = sorted({action.kind for row in schedule.rows for action in row})
+    problems = [f"no cost for {kind} ({KINDS[kind]})" for kind in kinds if kind not in table]
+    strange = {kind: table[kind] for kind in kinds if kind in table and not _is_cost(table[kind])}
+    problems += [f"the cost of {kind} ({KINDS[kind]}) is {shown(cost)}" for kind, cost in strange.items()]
+    if problems:
         refuse(
-            [f"no cost for {kind} ({KINDS[kind]})" for kind in sorted(missing)],
+            problems,
             where=f"schedule {schedule.name!r}",
-            fix='give a cost per kind that it runs, as in {"F": 1, "B": 2}',
+            fix='give a cost of at least 0 per kind that it runs, as in {"F": 1, "B": 2}',
         )
     return lambda action: table[action.kind]
 

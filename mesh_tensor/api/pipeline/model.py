@@ -364,4 +364,3 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"Pipeline({self._flow.function}, {len(self.stages)} stages, {self.schedule.name!r}, {self.topology})"
-

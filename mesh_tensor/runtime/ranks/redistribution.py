@@ -194,10 +194,7 @@ class Part:
     def lies_in(self, tiling: Tiling, layout: Sharding) -> bool:
         """Whether it is in a tile that lies so, and in no memory beside it, for a layout of DTensors."""
         return (
-            self._local is None
-            and self.tiling is tiling
-            and self.layout is layout
-            and (self.is_ready or self.serves())
+            self._local is None and self.tiling is tiling and self.layout is layout and (self.is_ready or self.serves())
         )
 
     def addable(self, other: Part) -> tuple[torch.Tensor, torch.Tensor]:
