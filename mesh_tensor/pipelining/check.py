@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from numbers import Real
+from typing import Any
 
 from mesh_tensor.base.errors import refuse, shown
 
@@ -144,12 +146,16 @@ def _refuse_order(schedule: Schedule, dependencies: Dependencies, heads: dict[in
     )
 
 
+def is_amount(value: Any) -> bool:
+    """Whether it is a number, of any kind, of at least 0."""
+    return not isinstance(value, bool) and isinstance(value, Real) and float(value) >= 0
+
+
 def _check_memory(schedule: Schedule, held: Mapping[int, Held] | None, limit: float | Sequence[float] | None) -> None:
     if limit is None:
         return
-    limits = list(limit) if isinstance(limit, (list, tuple)) else [limit] * schedule.num_meshes
-    numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) and each >= 0 for each in limits)
-    if not numbers or len(limits) != schedule.num_meshes:
+    limits: list[Any] = [*limit] if isinstance(limit, (list, tuple)) else [limit] * schedule.num_meshes
+    if not all(map(is_amount, limits)) or len(limits) != schedule.num_meshes:
         refuse(
             f"limit={shown(limit)}",
             where=f"schedule {schedule.name!r} on {schedule.num_meshes} meshes",

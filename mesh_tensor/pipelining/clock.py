@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mesh_tensor.base.errors import listing, refuse, shown
 
-from .check import Dependencies, Takes, check_schedule
+from .check import Dependencies, Takes, check_schedule, is_amount
 from .schedule import KINDS, Action, Schedule
 
 Costs = Mapping[str, float] | Callable[[Action], float]
@@ -187,18 +186,13 @@ class _Clock:
         return Timeline(tuple(map(tuple, self._rows)), tuple((start, start + took) for start, took in pairs))
 
 
-def _is_cost(value: Any) -> bool:
-    """Whether it is a number, of any kind, of at least 0."""
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(value >= 0)
-
-
 def _of_kinds(costs: Mapping[str, float], schedule: Schedule) -> Callable[[Action], float]:
     table = dict(costs)
     if "B" not in table and {"I", "W"} <= table.keys():
         table["B"] = table["I"] + table["W"]
     kinds = sorted({action.kind for row in schedule.rows for action in row})
     problems = [f"no cost for {kind} ({KINDS[kind]})" for kind in kinds if kind not in table]
-    strange = {kind: table[kind] for kind in kinds if kind in table and not _is_cost(table[kind])}
+    strange = {kind: table[kind] for kind in kinds if kind in table and not is_amount(table[kind])}
     problems += [f"the cost of {kind} ({KINDS[kind]}) is {shown(cost)}" for kind, cost in strange.items()]
     if problems:
         refuse(

@@ -187,7 +187,7 @@ def plan_redistribution(
 
 def _check_described(shape: Sequence[int], dtype: torch.dtype, src: Sharding, where: str) -> None:
     """Refuse what describes no tensor on a mesh."""
-    problems = [] if isinstance(src, Sharding) else [f"the layout {shown(src)} is of no mesh"]
+    problems: list[str] = [] if isinstance(src, Sharding) else [f"the layout {shown(src)} is of no mesh"]
     problems += [] if isinstance(dtype, torch.dtype) else [f"dtype={shown(dtype)} is no dtype of torch's"]
     sizes = isinstance(shape, Sequence) and all(isinstance(size, int) and size >= 0 for size in shape)
     problems += [] if sizes else [f"shape={shown(shape)} has something else than sizes of at least 0"]
