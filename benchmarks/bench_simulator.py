@@ -5,7 +5,11 @@ is simulated in the mean of both machines, and the median of the rounds' ratios 
 
 Memory is what torch allocates on one device, beside the program's inputs.
 
+With `--ranks`: two gloo ranks, with a core each, beside the machine as one of them has it, and what links take between
+them, of tensors of other sizes. Ranks wait for each other, so that is time on the clock: the machine has to be quiet.
+
 python -m benchmarks.bench_simulator
+python -m benchmarks.bench_simulator --ranks
 """
 
 from __future__ import annotations
@@ -19,7 +23,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,7 +34,9 @@ import mesh_tensor as mt
 from kernels.matmul import matmul
 from kernels.models import convnet, gpt2, llama, mlp
 from kernels.softmax import softmax
+from mesh_tensor.base.machine import Link
 
+from ._ranks import alone, on_ranks
 from ._timing import header, table
 
 
@@ -81,12 +90,7 @@ def cases(devices: tuple[int, ...]) -> Iterator[Case]:
     """All programs, one after the other."""
     for name, build, x, wanted in models():
         model = build()
-        imported = mt.from_torch(torch.export.export(model, (x,)), check=False)
-        steps = [("forward", imported, (x,))]
-        if wanted.numel():
-            loss = mt.from_torch(torch.export.export(_Loss(model), (x, wanted)), check=False)
-            steps.append(("training", mt.gradient(loss), (x, wanted)))
-        for kind, module, arguments in steps:
+        for kind, module, arguments in _steps(model, x, wanted):
             first = module.mod["main"].params[0].name_hint
             for count in devices:
                 layouts = {first: {"x": 0}} if count > 1 else {}
@@ -161,18 +165,127 @@ def main(devices: tuple[int, ...], rounds: int) -> None:
         bytes_ = memory(case, made[0].peak_bytes) if case.run.program.mesh.num_devices == 1 else ""
         rows.append([case.name, f"{took[-1] * 1e3:.3f}", f"{simulated[-1] * 1e3:.3f}", f"{ratios[-1]:.2f}", bytes_])
     print(table(["program", "measured, ms of CPU", "simulated, ms", "ratio", "bytes (simulated over them)"], rows))
+    print(summary(took, simulated, ratios))
+
+
+def summary(took: list[float], simulated: list[float], ratios: list[float] | None = None) -> str:
+    """How far off simulations are; `ratios` are those of their times, if they are not of one round each."""
+    ratios = ratios or [made / time for made, time in zip(simulated, took, strict=True)]
     errors = [abs(ratio - 1) for ratio in ratios]
-    print(
-        f"{len(rows)} programs: MAPE {statistics.mean(errors):.1%}, median {statistics.median(errors):.1%}, "
+    return (
+        f"{len(ratios)} programs: MAPE {statistics.mean(errors):.1%}, median {statistics.median(errors):.1%}, "
         f"worst {max(errors):.0%}, Spearman {spearman(took, simulated):.3f}"
     )
+
+
+_SENT = 16, 1024  # sides of tensors that ranks exchange to know their link
+_LINK = "gloo"
+
+
+def on_two_ranks(rounds: int) -> list[tuple[str, float, float]]:
+    """On each of two ranks: name, measured and simulated seconds of every program, with rows or weights split."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    (machine,) = _all_have(alone(mt.Machine.measure)(60.0))
+    machine = replace(machine, processors=None, links=(_measured_link(mesh, rounds),), call=0.0)
+    machine = replace(machine, call=_measured_call(mesh, machine, rounds))
+    found = []
+    for name, run, arguments in _rank_cases(mesh):
+        took = clock_seconds(lambda run=run, arguments=arguments: run(*arguments), rounds)
+        found.append((name, took, mt.simulate(run, machine).time))
+    return found
+
+
+def _rank_cases(mesh: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Perceptrons, GPTs and LLaMAs, forwards and with gradients: rows split, and the first kind's weights, too."""
+    for name, build, x, wanted in models():
+        if not wanted.numel():
+            continue
+        model = build()
+        for kind, module, arguments in _steps(model, x, wanted):
+            params = [param.name_hint for param in module.mod["main"].params][: len(arguments)]
+            layouts = [("rows", dict.fromkeys(params, {"x": 0}))]
+            if kind == "forward":
+                layouts.append(("weights", mt.strategies.tensor_parallel(module, "x")))
+            for what, layout in layouts:
+                run = mt.distribute_module(module.mod, mesh, layout, weights=module.params)
+                split = Shard(0) if what == "rows" else Replicate()
+                yield f"{name}, {kind}, {what}", run, tuple(_shared(each, mesh, split) for each in arguments)
+
+
+def _steps(model: nn.Module, x: torch.Tensor, wanted: torch.Tensor) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """A model as it runs, and with its gradients where there is something wanted of it."""
+    yield "forward", mt.from_torch(torch.export.export(model, (x,)), check=False), (x,)
+    if wanted.numel():
+        loss = mt.from_torch(torch.export.export(_Loss(model), (x, wanted)), check=False)
+        yield "training", mt.gradient(loss), (x, wanted)
+
+
+def _shared(tensor: torch.Tensor, mesh: Any, placement: Any) -> DTensor:
+    """A tensor that both ranks have, as DTensor."""
+    own = tensor.chunk(2)[dist.get_rank()].contiguous() if placement.is_shard() else tensor
+    return DTensor.from_local(own, mesh, [placement], run_check=False)
+
+
+def clock_seconds(run: Callable[[], object], rounds: int) -> float:
+    """The median over rounds of the least time of some calls, which all ranks begin together; of the slower rank."""
+    times = []
+    for number in range(rounds + 1):
+        taken = []
+        for _ in range(5):
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - start)
+        if number:
+            times.append(max(_all_have(min(taken))))
+    return statistics.median(times)
+
+
+def _all_have(given: Any) -> list[Any]:
+    """What every rank has that has something."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, given)
+    return [each for each in found if each is not None]
+
+
+def _measured_link(mesh: Any, rounds: int) -> Link:
+    """What a change of layout takes between the ranks, without bytes and per byte."""
+    took = []
+    for side in _SENT:
+        tensor = _shared(torch.randn(side, side), mesh, Shard(0))
+        took.append(clock_seconds(lambda tensor=tensor: mt.redistribute(tensor, {}), rounds))
+    small, large = took
+    received = 4 * (_SENT[1] ** 2 - _SENT[0] ** 2) / 2
+    return Link(_LINK, None, rate=received / max(1e-9, large - small), start=small)
+
+
+def _measured_call(mesh: Any, machine: mt.Machine, rounds: int) -> float:
+    """What a call takes on ranks beside its steps: that of a small program whose rows are split, so that nothing is
+    sent."""
+    model, x = mlp.build(mlp.Config(8, 16, 16)), torch.randn(8, 16)
+    module = mt.from_torch(torch.export.export(model, (x,)), check=False)
+    run = mt.distribute_module(module.mod, mesh, {"x": {"x": 0}}, weights=module.params)
+    shared = _shared(x, mesh, Shard(0))
+    return max(0.0, clock_seconds(lambda: run(shared), rounds) - mt.simulate(run, machine).time)
+
+
+def beside_ranks(rounds: int) -> None:
+    """The table of programs on two ranks."""
+    found = on_ranks(on_two_ranks, rounds)
+    rows = [[name, f"{took * 1e3:.3f}", f"{made * 1e3:.3f}", f"{made / took:.2f}"] for name, took, made in found]
+    print(table(["program on two ranks", "measured, ms", "simulated, ms", "ratio"], rows))
+    print(summary([took for _, took, _ in found], [made for *_, made in found]))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", action="store_true")
     options = parser.parse_args()
     print(header("Simulations beside what they simulate"))
     torch.set_num_threads(1)
-    main(tuple(options.devices), options.rounds)
+    if options.ranks:
+        beside_ranks(options.rounds)
+    else:
+        main(tuple(options.devices), options.rounds)

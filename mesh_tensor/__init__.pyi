@@ -30,7 +30,7 @@ from .base.sharding import Partial, Replicate, Shard, Sharding
 from .base.topology import Topology
 from .base.version import __version__
 from .importers import ImportedModule, load_module, save_module
-from .importers.onnx_frontend import from_onnx
+from .importers.onnx_import import from_onnx
 from .importers.torch_frontend import from_torch, from_transformers
 from .importers.torch_ranks import from_torch_rank
 from .importers.weight_files import open_weights

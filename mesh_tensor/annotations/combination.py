@@ -21,7 +21,7 @@ from tvm.tirx.script.builder.frame import SBlockFrame
 
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.rewrite import block_like, over_elements, sequence
+from mesh_tensor.tir.rewrite import block_like, buffer_like, over_elements, sequence
 
 from .kernel_source import at_line, keep_quiet
 
@@ -131,7 +131,7 @@ def _of_elements(buffers: Sequence[tirx.Buffer], with_: Callable[..., Any]) -> t
             why="a function of elements takes those of the same place in all of them",
             fix="give a T.macro, which takes the buffers",
         )
-    before, after, made = (_like(buffers, suffix) for suffix in ("before", "after", "both"))
+    before, after, made = ([buffer_like(b, suffix) for b in buffers] for suffix in ("before", "after", "both"))
 
     def of(group: Sequence[tirx.Buffer], at: Sequence[tirx.PrimExpr]) -> tuple[tirx.PrimExpr, ...]:
         return tuple(tirx.BufferLoad(buffer, list(at)) for buffer in group)
@@ -159,10 +159,6 @@ def _of_elements(buffers: Sequence[tirx.Buffer], with_: Callable[..., Any]) -> t
 def _cast(value: Any, dtype: str) -> tirx.PrimExpr:
     value = value if isinstance(value, tirx.PrimExpr) else tirx.const(value, dtype)
     return value if value.dtype == dtype else tirx.Cast(dtype, value)
-
-
-def _like(buffers: Sequence[tirx.Buffer], suffix: str) -> list[tirx.Buffer]:
-    return [tirx.decl_buffer(b.shape, b.dtype, f"{b.name}_{suffix}", scope=b.scope()) for b in buffers]
 
 
 def _traced(buffers: Sequence[tirx.Buffer], macro: Callable[..., Any]) -> tirx.PrimFunc:

@@ -48,11 +48,10 @@ def check_kernel(func: Any) -> tirx.PrimFunc:
 
 
 def _refuse_negative(func: tirx.PrimFunc) -> None:
-    shapes = {buffer.name: [int_or(size, str(size)) for size in buffer.shape] for buffer in func.buffer_map.values()}
     problems = [
-        f"parameter {name!r} has the shape {shown(shape)}"
-        for name, shape in shapes.items()
-        if any(isinstance(size, int) and size < 0 for size in shape)
+        f"parameter {buffer.name!r} has the shape {shown([int_or(size, str(size)) for size in buffer.shape])}"
+        for buffer in func.buffer_map.values()
+        if any(int_or(size, 0) < 0 for size in buffer.shape)
     ]
     if problems:
         where, fix = f"kernel {function_name(func)!r}", "make the kernel for sizes that leave something"

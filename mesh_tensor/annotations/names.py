@@ -23,6 +23,8 @@ _WRAPPERS = {"_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_mod
 _AS_MODULE = {
     "ImportedModule": "pass its `mod`, and its `params` as weights",
     "ExportedProgram": "import it: mt.from_torch(program).mod",
+    "MeshModule": "pass the module that it was distributed from",
+    "Pipeline": "pass the module that it was made of",
     "Function": "make a module of it: tvm.IRModule.from_expr(function)",
 }
 

@@ -86,12 +86,12 @@ def _search(options: argparse.Namespace) -> None:
     limits = {"objective": options.objective, "memory_limit": options.memory_limit, "seconds": options.seconds}
     trained = ("batch", "schedules", "microbatches", "model", "zero", "known")
     given = {name: value for name in trained if (value := getattr(options, name)) is not None}
+    if options.save is not None and isinstance(module, tirx.PrimFunc):
+        refuse("a search over a kernel's layouts is not saved", fix="leave out --save: it takes seconds")
     bar = sys.stderr.isatty()
     found = search(module, options.devices, _machine(options.machine), progress=bar, **limits, **given)
     _say(f"{found}\n\n{found.code()}")
-    if options.save is not None:
-        if isinstance(found, FoundKernel):
-            refuse("a search over a kernel's layouts is not saved", fix="leave out --save: it takes seconds")
+    if options.save is not None and not isinstance(found, FoundKernel):
         found.save(options.save)
     if options.page is not None:
         found.simulation().page(options.page)
@@ -145,7 +145,7 @@ def _of_user(place: str, run: Callable[[], Any]) -> Any:
 def _machine(name: str) -> Machine:
     path = Path(name)
     if path.is_file():
-        return Machine.from_text(path.read_text(encoding="utf-8"))
+        return Machine.from_text(path.read_text(encoding="utf-8", errors="replace"))
     if path.suffix == ".json" or path.parent != Path():
         refuse(
             f"there is no file {name!r}",

@@ -21,9 +21,9 @@ from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.symbolic import Lower, Programs
 from mesh_tensor.rules.kernel.sharding_rule import sharding_rule
-from mesh_tensor.runtime.ambient import is_plain, plain, refuse_traced, undisturbed
+from mesh_tensor.runtime.ambient import is_plain, plain, refuse_traced, uncompiled, undisturbed
 from mesh_tensor.runtime.ranks import are_current, is_dtensor, ranks_of
-from mesh_tensor.runtime.ranks.dtensor_ports import Transfer
+from mesh_tensor.runtime.ranks.rank_launch import Transfer
 from mesh_tensor.targets.kernels import find_target
 from mesh_tensor.tir.grids import grids_of
 
@@ -166,11 +166,13 @@ class MeshKernel:
 
         return explain(self.program, *notes_on(self.program, self._compiled.target.name, self._transfers()))
 
+    @uncompiled
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         device_mesh = next((arg.device_mesh for arg in (*args, *named.values()) if is_dtensor(arg)), None)
         runner: KernelRunner = self._virtual if device_mesh is None else self.on_ranks(device_mesh)
         return self._run(runner, runner, args, named)
 
+    @uncompiled
     def local(self, *args: Any, device_mesh: Any = None, shapes: Shapes | None = None, **named: Any) -> Any:
         """Run as this rank of a process group, on its parts of the tensors: plain tensors, without padding or whole
         tiles.

@@ -19,7 +19,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.symbolic import Programs
 from mesh_tensor.rules.kernel.reader import read_kernel
-from mesh_tensor.runtime.ranks.dtensor_ports import Transfer
+from mesh_tensor.runtime.ranks.rank_launch import Transfer
 from mesh_tensor.runtime.virtual.launch import AnyTensor, Launch, entangled
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.cpu.blas import who_multiplies

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from .beams import Beams, BeamSearch
 from .generation_config import OwnFunctions
 from .mesh_module import MeshModule
-from .sampling import Sampling
+from .sampling import Beams, BeamSearch, Sampling
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from mesh_tensor.annotations.names import with_flat_parameters
 from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_checks import check_number
 from mesh_tensor.base.machine_presets import machine_code
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.reshards import cost_of
@@ -82,6 +83,8 @@ class Found:
         Raises:
             MeshTensorError: there is no solver, or it found nothing in time.
         """
+        fix = "say how long it may take: a number above 0"
+        check_number("seconds", seconds, where="over_exact", fix=fix, above_zero=True)
         chosen = one_of(strategy, self.best)
         mod = with_flat_parameters(
             self.module if isinstance(self.module, ir.IRModule) else self.module.mod, self.function
@@ -195,7 +198,8 @@ def read_saved(path: str | Path, asked: Mapping[str, Any], rows: str, read: Call
         different = [what for what, text in asked.items() if made[what] != text]
         found = [] if different else [read(row) for row in made[rows]]
     except KeyError as error:
-        refuse(f"{str(path)!r} holds no search: it has no {error}", fix="pass what save() wrote")
+        missing = f"{str(path)!r} holds no search like this one: it has no {error}"
+        refuse(missing, fix="pass what save() of such a search wrote: over layouts, or with a batch over ways to train")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         refuse(f"{str(path)!r} holds no search: {error}", fix="pass what save() wrote")
     if different:

@@ -12,11 +12,10 @@ import torch
 from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
 from mesh_tensor.runtime.ambient import undisturbed
 
-from .beams import Beams
 from .decoding import Decoding, same_on_ranks
 from .generation_config import OwnFunctions, stated
 from .mesh_module import MeshModule
-from .sampling import Sampling
+from .sampling import Beams, Sampling
 
 _BY_ROW = ("keys_", "values_")  # what a module keeps for each row of its batch
 

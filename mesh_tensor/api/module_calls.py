@@ -19,8 +19,8 @@ from mesh_tensor.importers.constants import Constants
 from mesh_tensor.importers.imported import CallForm
 from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
 from mesh_tensor.runtime.ambient import full_precision, undisturbed
+from mesh_tensor.runtime.backend import Leave
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
-from mesh_tensor.runtime.overwriting import Leave
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
 from mesh_tensor.runtime.ranks.faults import Faults, agree
@@ -210,11 +210,11 @@ class ModuleCalls:
         ranks that it runs on."""
         device_mesh = self._device_mesh or _device_mesh(given)
         if device_mesh is None:
-            return then(*self._bound(bind), None)
+            return then(*self._bound(bind, None), None)
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
         with ranks.calls.lane() as lane:
             try:
-                tensors, sizes = self._bound(bind)
+                tensors, sizes = self._bound(bind, ranks)
             except MeshTensorError as error:
                 launches = [launch for launch in self._all_launches() if isinstance(launch, RankModuleLaunch)]
                 if not any(launch.lane is lane for launch in launches):  # the others are about to agree
@@ -227,12 +227,14 @@ class ModuleCalls:
         modules = [module for recorded in self._recordings for module in recorded.modules]
         return [*self._launches, *(launch for module in modules for launch in module._launches)]
 
-    def _bound(self, bind: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Mapping[Any, int]]:
+    def _bound(
+        self, bind: Callable[[], dict[str, Any]], ranks: Ranks | None
+    ) -> tuple[dict[str, Any], Mapping[Any, int]]:
         """What is no weight of a call's tensors, checked, and the sizes of symbols, for which there is a plan then."""
         passed = bind()
         tensors = {**self._held, **passed} if self._open else passed
         sizes = self._signature.check(tensors, self._target.device_type)
-        plan = self._plan = self._planned(sizes)
+        plan = self._plan = self._planned(sizes, ranks)
         if self._options.check_indices:
             checked, weights = self._looked_up  # what is held stays the same
             is_known = checked is plan and weights is self._weights
@@ -265,7 +267,7 @@ class ModuleCalls:
 
     @uncollected
     def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> AnyLaunch:
-        plan = self._plan = self._planned(sizes)
+        plan = self._plan = self._planned(sizes, ranks)
         key = (self._plans.key(sizes), None if ranks is None else ranks.calls.lane())
         launch = self._launches.get(key)
         if launch is None:
@@ -290,9 +292,9 @@ class ModuleCalls:
         others = (launch for launch in self._launches if isinstance(launch, ModuleLaunch))
         return next((made for launch in others if (made := launch.resized(plan)) is not None), None)
 
-    def _planned(self, sizes: Mapping[Any, int], whole_axes: bool = False) -> ModulePlan:
+    def _planned(self, sizes: Mapping[Any, int], ranks: Ranks | None = None, whole_axes: bool = False) -> ModulePlan:
         self._sizes = sizes
-        return self._plans.of(sizes, self._weights, whole_axes)
+        return self._plans.of(sizes, self._weights, whole_axes, on_ranks=ranks is not None)
 
 
 def _call_alike(launch: AnyLaunch, tensors: Mapping[str, Any], totals: dict[int, MeshTensor] | None) -> Any:

@@ -16,9 +16,8 @@ from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.program.builder import Overwritten
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.runtime.backend import Memory
+from mesh_tensor.runtime.backend import Leave, Memory, may_overwrite
 from mesh_tensor.runtime.elementwise import not_finite
-from mesh_tensor.runtime.overwriting import Leave, may_overwrite
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.dtensor import local_part
@@ -49,6 +48,7 @@ class ModuleLaunch:
     ) -> None:
         """`totals`: the numbers of results that may be added to totals."""
         self.plan = plan
+        self._kin = plan.kin if plan.tells else None  # of the plans for which this can be `resized`
         made = plan.made
         self._result = made.result
         self._ports = {port.name: port for port in ports_of(plan)}
@@ -64,7 +64,7 @@ class ModuleLaunch:
 
     def resized(self, plan: ModulePlan) -> ModuleLaunch | None:
         """The same for a plan that differs in sizes only; None where it has to be made anew."""
-        if plan.kin is None or plan.kin is not self.plan.kin:
+        if plan.kin is None or plan.kin is not self._kin:
             return None
         before, values = self.plan.made.program.values, plan.made.program.values
         if any(values[name] is not before[name] for name in self._held):

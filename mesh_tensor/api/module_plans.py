@@ -16,7 +16,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.plan.fewer_layers import FewerLayers, fewer_layers
 from mesh_tensor.program.families import PlanFamilies
-from mesh_tensor.program.plan_module import ModulePlan, PlanOptions, plan_module
+from mesh_tensor.program.plan_module import Decided, ModulePlan, PlanOptions, plan_module
 from mesh_tensor.program.regions import Regions
 from mesh_tensor.program.size_terms import divisions
 from mesh_tensor.runtime.module_inputs import bound
@@ -34,40 +34,44 @@ class ModulePlans:
     strict: bool
     options: PlanOptions
     _known: Recent[tuple, ModulePlan] = field(default_factory=lambda: Recent(MODULE_SIZES))
-    _sizers: dict[frozenset[str], Callable[[tuple[int, ...]], ModulePlan]] = field(default_factory=dict)
+    _sizers: dict[tuple, Callable[[tuple[int, ...]], ModulePlan]] = field(default_factory=dict)
 
     def key(self, sizes: Mapping[Any, int]) -> tuple[int, ...]:
         """The sizes in the order of the symbols."""
         return tuple(sizes[var] for var in self.symbols)
 
-    def of(self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool = False) -> ModulePlan:
+    def of(
+        self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool = False, on_ranks: bool = False
+    ) -> ModulePlan:
         """The plan for these sizes of symbols, where `held` are the names of parameters that lie as it wants them.
-        `whole_axes`: one that takes no axis apart.
+        `whole_axes`: one that takes no axis apart. `on_ranks`: one that does not depend on what was asked before, which
+        may be something else on another rank.
 
         Raises:
             MeshTensorError: annotations that can't be used together (`strict`), or that state parts of axes where no
                 axis is to be taken apart; what planning refuses.
         """
-        key = (self.key(sizes), whole_axes)
-        plan = self._known.get(key)
-        if plan is None:
-            plan = self._sized(sizes, held) if self.symbols and not whole_axes else self.new(sizes, held, whole_axes)
-            self._known.put(key, plan)
-        return plan
+        key = (self.key(sizes), whole_axes, on_ranks)
 
-    def _sized(self, sizes: Mapping[Any, int], held: Collection[str]) -> ModulePlan:
+        def make() -> ModulePlan:
+            known = bool(self.symbols) and not whole_axes
+            return self._sized(sizes, held, on_ranks) if known else self.new(sizes, held, whole_axes)
+
+        return self._known.made(key, make)
+
+    def _sized(self, sizes: Mapping[Any, int], held: Collection[str], on_ranks: bool) -> ModulePlan:
         """A plan for these sizes, as others of their family, or of their region."""
-        names = frozenset(held)
-        if names not in self._sizers:
-            self._sizers[names] = self._sizer(names)
-        return self._sizers[names](self.key(sizes))
+        key = frozenset(held), on_ranks
+        if key not in self._sizers:
+            self._sizers[key] = self._sizer(*key)
+        return self._sizers[key](self.key(sizes))
 
-    def _sizer(self, held: Collection[str]) -> Callable[[tuple[int, ...]], ModulePlan]:
+    def _sizer(self, held: Collection[str], on_ranks: bool) -> Callable[[tuple[int, ...]], ModulePlan]:
         stated = self.stated
 
-        def plan(key: tuple[int, ...], fewer: FewerLayers | None) -> ModulePlan:
+        def plan(key: tuple[int, ...], fewer: FewerLayers | None, decided: Decided | None) -> ModulePlan:
             module = None if fewer is None else fewer.module
-            return self.new(dict(zip(self.symbols, key, strict=True)), held, False, module)
+            return self.new(dict(zip(self.symbols, key, strict=True)), held, False, module, decided)
 
         def fewer(copies: int) -> FewerLayers | None:
             return fewer_layers(stated.module, self.function, stated.annotations, held, copies)
@@ -82,12 +86,18 @@ class ModulePlans:
         found = divisions(func, names)
         if found is None:
             return families.of
-        return Regions(families.of, found, names, self.mesh.num_devices, allowed).of
+        return Regions(families, found, names, self.mesh.num_devices, allowed, on_ranks).of
 
     def new(
-        self, sizes: Mapping[Any, int], held: Collection[str], whole_axes: bool, module: ir.IRModule | None = None
+        self,
+        sizes: Mapping[Any, int],
+        held: Collection[str],
+        whole_axes: bool,
+        module: ir.IRModule | None = None,
+        decided: Decided | None = None,
     ) -> ModulePlan:
-        """Like `of`, but made anew, and not kept; of a `module` that is not the whole one, if it is given."""
+        """Like `of`, but made anew, and not kept; of a `module` that is not the whole one, if it is given. `decided`:
+        as `plan_module` takes it."""
         if whole_axes and self.stated.mesh != self.mesh:
             refuse(
                 f"the module is annotated for parts of axes, {self.stated.mesh}, and Disco takes none apart",
@@ -102,6 +112,7 @@ class ModulePlans:
             replace(self.options, sub_axes=self.options.sub_axes and not self.strict and not whole_axes),
             held=held,
             base=self.mesh,
+            decided=decided,
         )
         self._check(plan)
         return plan

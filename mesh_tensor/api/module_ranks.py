@@ -15,9 +15,8 @@ from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.program.builder import Overwritten
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.runtime.backend import Memory
+from mesh_tensor.runtime.backend import Leave, Memory, may_overwrite
 from mesh_tensor.runtime.elementwise import not_finite
-from mesh_tensor.runtime.overwriting import Leave, may_overwrite
 from mesh_tensor.runtime.ranks import is_dtensor, redistribute
 from mesh_tensor.runtime.ranks.alike import told, values_of
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements

@@ -17,10 +17,9 @@ from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import fix_of, is_dual, may_be_dual, overlaps
 from mesh_tensor.runtime.ranks.alike import told
 from mesh_tensor.runtime.ranks.dtensor import PART_FIX, from_placements, is_dtensor, lies_like_torch, part_problem
-from mesh_tensor.runtime.ranks.dtensor_ports import enter, leave, transfers
 from mesh_tensor.runtime.ranks.faults import Faults, agree, digest_of, program_facts
 from mesh_tensor.runtime.ranks.rank_backend import RankBackend
-from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
+from mesh_tensor.runtime.ranks.rank_launch import RankLaunch, enter, leave, transfers
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.ranks.tiling import Tiling, tilings_of
 

@@ -20,6 +20,8 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.ir import Graph
+from mesh_tensor.plan.manual import NO_AXES
+from mesh_tensor.searching.choices import divisors
 from mesh_tensor.searching.evaluate import Evaluator, KernelEvaluator, Strategy
 from mesh_tensor.searching.named_dims import Beam, Rank, kernel_dims, named_dims
 from mesh_tensor.simulation.simulate import check_sizes_known
@@ -155,6 +157,8 @@ def search(
     if trained := [*only, *["inputs"] * (inputs is not None), *["uneven"] * bool(uneven)]:
         refuse(f"{', '.join(trained)} of a search without a batch", fix="say how many rows a batch has: batch=")
     evaluator = Evaluator(mod, function, machine)
+    if meshes is None and topology is None and evaluator.manual != NO_AXES:
+        tried = _around(evaluator.manual, tried)
     dims = named_dims(evaluator.graph, evaluator.atoms)
     asked = _question(evaluator.graph, machine, function)
     learned = [] if known is None else read_saved(known, asked, "strategies", lambda r: _strategy(r, evaluator.graph))
@@ -288,11 +292,22 @@ def _tried(
         return made
     if topology is not None:
         return [topology[name] for name in topology.names]
-    counts = [n for n in range(1, devices + 1) if devices % n == 0] if objective == "cost" else [devices]
+    counts = divisors(devices) if objective == "cost" else [devices]
     return [mesh for count in counts for mesh in _meshes(count)]
+
+
+def _around(manual: Mesh, tried: Sequence[Mesh]) -> list[Mesh]:
+    """The meshes of as many devices that have these axes, and one more, before or after them, of what is left."""
+    found = []
+    for each in dict.fromkeys(mesh.num_devices for mesh in tried):
+        rest, left = divmod(each, manual.num_devices)
+        name = next(name for name in ("data", "rest", "other axis") if name not in manual)
+        if left == 0:
+            found += [{name: rest, **manual.shape}, {**manual.shape, name: rest}] if rest > 1 else [dict(manual.shape)]
+    return [Mesh(mesh) for mesh in found] or [tried[0]]  # which is refused
 
 
 def _meshes(devices: int) -> list[Mesh]:
     """One axis, or two, of which the second one are neighbours."""
-    pairs = [(devices // inner, inner) for inner in range(2, devices) if devices % inner == 0]
+    pairs = [(devices // inner, inner) for inner in divisors(devices)[1:-1]]
     return [Mesh({"x": devices}), *(Mesh({"x": outer, "y": inner}) for outer, inner in pairs)]

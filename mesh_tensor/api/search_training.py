@@ -17,7 +17,7 @@ from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipelining.orders import SCHEDULES
 from mesh_tensor.pipelining.schedule import Schedule
-from mesh_tensor.searching.choices import Choice, Part, Question, Space, cut_best, runs_halves
+from mesh_tensor.searching.choices import Choice, Part, Question, Space, cut_best, divisors, runs_halves
 from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, layers_of
 from mesh_tensor.simulation.stages import tile_bytes
 
@@ -101,7 +101,7 @@ def _choices(
     """All ways on so many devices, or on the meshes that are given; on fewer, too, where cost counts."""
     fewer = options.objective == "cost" and options.topology is None
     found: list[Choice] = []
-    for count in [n for n in range(1, devices + 1) if devices % n == 0] if fewer else [devices]:
+    for count in divisors(devices) if fewer else [devices]:
         space = _space(pieces, count, batch, options.only)
         found += [choice for choice in space.choices() if pieces.takes(batch // choice.microbatches)]
         if options.uneven:

@@ -14,8 +14,8 @@ from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.backend import Leave, finishing
 from mesh_tensor.runtime.elementwise import not_finite, within
-from mesh_tensor.runtime.overwriting import Leave, finishing
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from .dtypes import is_float, numpy_dtype
 from .errors import listing, refuse, shown
-from .machine_checks import problems_of, unfit_parts
+from .machine_checks import check_number, problems_of, unfit_parts
 
 
 @dataclass(frozen=True)
@@ -284,10 +284,8 @@ class Machine:
     def measure(cls, seconds: float = 60.0) -> Machine:
         """This machine as a virtual mesh of it is: what operators and changes of layout take here, in CPU time, so that
         it doesn't matter who else is working. It takes at most about `seconds`."""
-        if not (isinstance(seconds, (int, float)) and seconds > 0):
-            refuse(
-                f"seconds={shown(seconds)}", where="Machine.measure", fix="say how long it may take: a number above 0"
-            )
+        fix = "say how long it may take: a number above 0"
+        check_number("seconds", seconds, where="Machine.measure", fix=fix, above_zero=True)
         return cls._measure(seconds)
 
     @staticmethod

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING
 
-from .errors import shown
+from .errors import refuse, shown
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -96,9 +97,15 @@ def _from_zero(numbers: Mapping[str, object]) -> Iterable[str]:
             yield f"{name} is {shown(number)}"
 
 
-def _is_number(number: object) -> bool:
+def check_number(name: str, number: object, *, where: str, fix: str, above_zero: bool = False) -> None:
+    """Refuse what is no finite number from 0 up, or above it."""
+    if not _is_number(number, Real) or number < 0 or (above_zero and not number):  # type: ignore[operator]
+        refuse(f"{name} is {shown(number)}", where=where, fix=fix)
+
+
+def _is_number(number: object, kinds: type | tuple[type, ...] = (int, float)) -> bool:
     try:
-        return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+        return isinstance(number, kinds) and not isinstance(number, bool) and math.isfinite(number)  # type: ignore[arg-type]
     except OverflowError:  # a whole number that no float is near
         return False
 

@@ -12,8 +12,10 @@ from tvm import relax
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.linear_algebra import fft_call
+from mesh_tensor.targets.torch_ops.linear_algebra import is_function
 
 from .torch_args import arguments, emit
+from .torch_general import any_call
 
 Convert = Callable[[Any, Any], Any]
 op = relax.op
@@ -37,9 +39,32 @@ def of_complex(node: torch.fx.Node, importer: Any, convert: Callable[[Any], Any]
     name = getattr(node.target, "__name__", "")
     if name in COMPLEX:
         return COMPLEX[name](node, importer)
-    if name not in _MOVES:
+    if name in _BY_PARTS and all(map(_holds_complex, (node, *_floats_of(node)))):
+        return Pair(*(_of_part(node, importer, convert, part) for part in range(2)))
+    if not stays_complex(node):
         refuse(f"{node.target} of complex numbers", fix="compute with real and imaginary parts there")
-    return Pair(*(_of_part(node, importer, convert, part) for part in range(2)))
+    return any_operator(node, importer)
+
+
+def stays_complex(node: torch.fx.Node) -> bool:
+    """Whether the node can be a call of torch's operator on complex numbers."""
+    meant = node.meta.get("val")
+    values = [
+        *(meant if isinstance(meant, (tuple, list)) else [meant]),
+        *(n.meta.get("val") for n in node.all_input_nodes),
+    ]
+    tensors = all(isinstance(value, torch.Tensor) and value.layout == torch.strided for value in values)
+    return tensors and is_complex(node) and is_function(node.target)
+
+
+def _floats_of(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Those of the node's operands that are no indices."""
+    values = [(operand, operand.meta.get("val")) for operand in node.all_input_nodes]
+    return [
+        operand
+        for operand, value in values
+        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    ]
 
 
 def pair_of(importer: Any, value: Any) -> Pair:
@@ -91,7 +116,7 @@ def _floats(node: torch.fx.Node, importer: Any, part: int) -> Iterator[None]:
 def _of_floats(node: torch.fx.Node, importer: Any) -> Pair:
     """Another dtype: of floats or of complex numbers."""
     source = node.args[0]
-    dtype = "float64" if node.meta["val"].dtype == torch.complex128 else "float32"
+    dtype = _dtype_of_parts(node)
     if not _holds_complex(node):
         refuse("complex numbers as floats", why="the imaginary parts would be lost", fix="say which part is meant")
     made = pair_of(importer, source)
@@ -129,19 +154,23 @@ def _same(node: torch.fx.Node, importer: Any) -> Pair:
     return pair_of(importer, node.args[0])
 
 
-def _absolute(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    pair = pair_of(importer, node.args[0])
-    squares = [emit(importer, op.multiply(part, part)) for part in (pair.real, pair.imag)]
-    return emit(importer, op.sqrt(emit(importer, op.add(*squares))))
-
-
 def _product(node: torch.fx.Node, importer: Any) -> Pair:
+    return _multiplied(node, importer, op.multiply)
+
+
+def _matrix_product(node: torch.fx.Node, importer: Any) -> Pair:
+    return _multiplied(node, importer, op.matmul)
+
+
+def _multiplied(node: torch.fx.Node, importer: Any, apply: Callable[..., relax.Expr]) -> Pair:
+    """A product, of elements or of matrices, of the products of parts."""
+
     def times(a: relax.Expr, b: relax.Expr) -> relax.Expr:
-        return emit(importer, op.multiply(a, b))
+        return emit(importer, apply(a, b))
 
     a, b = (_operand(node, importer, place) for place in range(2))
     if not isinstance(a, Pair):
-        a, b = b, a
+        return Pair(times(a, b.real), times(a, b.imag))
     if not isinstance(b, Pair):
         return Pair(times(a.real, b), times(a.imag, b))
     real = emit(importer, op.subtract(times(a.real, b.real), times(a.imag, b.imag)))
@@ -165,19 +194,51 @@ def _of_both(apply: Callable[..., relax.Expr]) -> Convert:
 
 
 def _whole(importer: Any, value: Any, other: Any) -> Pair:
-    """A pair; of a float (a tensor or a number), without an imaginary part."""
-    if isinstance(value, Pair):
-        return value
+    """A pair; of floats (a tensor or a number), without an imaginary part."""
+    if isinstance(value, (Pair, relax.Expr)):
+        return pair_of(importer, value)
     dtype = other.real.struct_info.dtype
-    value = value if isinstance(value, relax.Expr) else relax.const(value, dtype)
-    return Pair(value, relax.const(0.0, dtype))
+    return Pair(relax.const(value, dtype), relax.const(0.0, dtype))
 
 
-def _quotient(node: torch.fx.Node, importer: Any) -> Pair:
+def _quotient(node: torch.fx.Node, importer: Any) -> Any:
     a, b = (_operand(node, importer, place) for place in range(2))
     if isinstance(b, Pair):
-        refuse("a division by complex numbers", fix="multiply by the conjugate, and divide by the square of its size")
+        return any_operator(node, importer)
     return Pair(*(emit(importer, op.divide(part, b)) for part in (a.real, a.imag)))
+
+
+def any_operator(node: torch.fx.Node, importer: Any) -> Any:
+    """A call of torch's operator, which takes and gives complex numbers as pairs of floats."""
+    if not stays_complex(node):
+        refuse(f"{node.target} of complex numbers and others", fix="compute with real and imaginary parts there")
+
+    def operand(one: torch.fx.Node) -> relax.Expr:
+        return _stacked(importer, pair_of(importer, one)) if _holds_complex(one) else importer.env[one]
+
+    made = any_call(node, importer, operand)
+    meant = node.meta["val"]
+    if isinstance(meant, torch.Tensor):
+        return _pair_if(importer, made, meant)
+    fields = [emit(importer, relax.TupleGetItem(made, number)) for number in range(len(meant))]
+    return [_pair_if(importer, field, each) for field, each in zip(fields, meant, strict=True)]
+
+
+def _pair_if(importer: Any, made: relax.Expr, meant: torch.Tensor) -> Any:
+    return Pair(*(_part(importer, made, part) for part in range(2))) if meant.is_complex() else made
+
+
+def _filled(node: torch.fx.Node, importer: Any) -> Pair:
+    """Of one number everywhere."""
+    meant, values = node.meta["val"], {"empty": 0, "zeros": 0, "zeros_like": 0, "ones": 1, "ones_like": 1}
+    name = str(node.target.__name__).partition(".")[0]  # type: ignore[union-attr]
+    value: Any = values[name] if name in values else node.args[-1]
+    if isinstance(value, torch.fx.Node) or not all(isinstance(size, int) for size in meant.shape):
+        refuse("complex numbers as many as an open size says", fix="make them of floats, by torch.complex")
+    dtype, number = _dtype_of_parts(node), complex(value)
+    return Pair(
+        *(emit(importer, op.full(list(meant.shape), relax.const(n, dtype), dtype)) for n in (number.real, number.imag))
+    )
 
 
 def _operand(node: torch.fx.Node, importer: Any, place: int) -> Any:
@@ -185,13 +246,17 @@ def _operand(node: torch.fx.Node, importer: Any, place: int) -> Any:
     value = node.args[place]
     if isinstance(value, torch.fx.Node) and _holds_complex(value):
         return pair_of(importer, value)
-    dtype = "float64" if node.meta["val"].dtype == torch.complex128 else "float32"
+    dtype = _dtype_of_parts(node)
     if isinstance(value, complex):
         return Pair(relax.const(value.real, dtype), relax.const(value.imag, dtype))
     if not isinstance(value, torch.fx.Node):
         return relax.const(value, dtype)
     found = importer.env[value]
     return found if found.struct_info.dtype == dtype else emit(importer, op.astype(found, dtype))
+
+
+def _dtype_of_parts(node: torch.fx.Node) -> str:
+    return "float64" if node.meta["val"].dtype == torch.complex128 else "float32"
 
 
 def _fft(kind: str) -> Convert:
@@ -215,38 +280,55 @@ COMPLEX: dict[str, Convert] = {
     "_fft_c2r.default": _fft("c2r"),
     "_fft_r2c.default": _fft("r2c"),
     "_to_copy.default": _of_floats,
-    "abs.default": _absolute,
     "add.Tensor": _of_both(op.add),
     "alias.default": _same,
+    "bmm.default": _matrix_product,
     "clone.default": _same,
     "complex.default": _complex,
     "conj_physical.default": _conjugate,
     "detach.default": _same,
     "div.Tensor": _quotient,
+    "empty.memory_format": _filled,
+    "full.default": _filled,
+    "full_like.default": _filled,
+    "matmul.default": _matrix_product,
+    "mm.default": _matrix_product,
     "mul.Tensor": _product,
+    "ones.default": _filled,
+    "ones_like.default": _filled,
     "polar.default": _polar,
     "resolve_conj.default": _same,
+    "scalar_tensor.default": _filled,
     "sub.Tensor": _of_both(op.subtract),
     "view_as_complex.default": _view_as_complex,
     "view_as_real.default": _view_as_real,
+    "zeros.default": _filled,
+    "zeros_like.default": _filled,
 }
-# Operators that only move elements: on pairs, part by part.
-_MOVES = {
+# Operators that move elements, or sum them: on complex numbers alone, part by part.
+_BY_PARTS = {
     "_unsafe_view.default",
     "cat.default",
     "expand.default",
     "flip.default",
     "index.Tensor",
     "index_select.default",
+    "mean.default",
+    "mean.dim",
+    "neg.default",
     "permute.default",
     "repeat.default",
     "reshape.default",
     "roll.default",
     "select.int",
+    "select_scatter.default",
     "slice.Tensor",
+    "slice_scatter.default",
     "squeeze.dim",
     "squeeze.dims",
     "stack.default",
+    "sum.default",
+    "sum.dim_IntList",
     "transpose.int",
     "unsqueeze.default",
     "view.default",

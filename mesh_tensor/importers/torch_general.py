@@ -1,8 +1,11 @@
-"""Operators of torch that stay torch's own: calls with all their arguments. See torch_ops for what functions take."""
+"""Operators of torch that stay torch's own: calls with all their arguments. See torch_ops for what functions take.
+
+Convolutions and averages of windows, as Relax operators.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +33,7 @@ def general(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A call of torch's operator with the node's arguments, by the rule of its name."""
     tensors: list[torch.fx.Node] = []
     text = arguments_text(_stated(node.args, tensors), _stated(node.kwargs, tensors))
-    return _called(f"aten.{_name(node)}", text, tensors, node, importer)
+    return _called(f"aten.{_name(node)}", text, tensors, node, importer, [importer.env[tensor] for tensor in tensors])
 
 
 def stays(node: torch.fx.Node) -> bool:
@@ -44,13 +47,19 @@ def stays(node: torch.fx.Node) -> bool:
 def any_operator(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A call of torch's operator that has no rule of its own: element by element where torch says so, by leading dims
     where it is known here; else all of every tensor is needed."""
+    return any_call(node, importer, importer.env.__getitem__)
+
+
+def any_call(node: torch.fx.Node, importer: Any, operand: Callable[[torch.fx.Node], relax.Expr]) -> relax.Expr:
+    """The same, of what `operand` gives: pairs of floats, in their last dim, for complex numbers."""
     tensors: list[torch.fx.Node] = []
     kwargs = {name: value for name, value in node.kwargs.items() if name not in _WHERE}
     args, kwargs = _stated(node.args, tensors), _stated(kwargs, tensors)
     meant = node.meta["val"]
     every = [*(t.meta["val"] for t in tensors), *(meant if isinstance(meant, (tuple, list)) else [meant])]
-    text = any_text(_name(node), independent_dims(node.target, [t.shape for t in every]), args, kwargs)
-    return _called(ANY, text, tensors, node, importer)
+    dims, pairs = independent_dims(node.target, [t.shape for t in every]), [t.is_complex() for t in every]
+    text = any_text(_name(node), dims, args, kwargs, pairs)
+    return _called(ANY, text, tensors, node, importer, [operand(tensor) for tensor in tensors])
 
 
 def with_its_gradient(otherwise: Convert) -> Convert:
@@ -89,11 +98,17 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_complex()
 
 
-def _called(name: str, text: str, tensors: list[torch.fx.Node], node: torch.fx.Node, importer: Any) -> relax.Expr:
-    known, meant = _known_sizes(tensors, importer), node.meta["val"]
+def _called(
+    name: str,
+    text: str,
+    tensors: list[torch.fx.Node],
+    node: torch.fx.Node,
+    importer: Any,
+    operands: list[relax.Expr],
+) -> relax.Expr:
+    known, meant = _known_sizes(tensors, operands), node.meta["val"]
     infos = [_info(tensor, known) for tensor in (meant if isinstance(meant, (tuple, list)) else [meant])]
     info = relax.TupleStructInfo(infos) if isinstance(meant, (tuple, list)) else infos[0]
-    operands = [importer.env[tensor] for tensor in tensors]
     return emit(importer, relax.op.call_pure_packed(name, *operands, relax.StringImm(text), sinfo_args=[info]))
 
 
@@ -119,12 +134,12 @@ def _stated(value: Any, tensors: list[torch.fx.Node]) -> Any:
     return value
 
 
-def _known_sizes(tensors: list[torch.fx.Node], importer: Any) -> dict[str, tirx.PrimExpr]:
+def _known_sizes(tensors: list[torch.fx.Node], operands: list[relax.Expr]) -> dict[str, tirx.PrimExpr]:
     """The symbolic sizes of operands, by what torch calls them."""
     known: dict[str, tirx.PrimExpr] = {}
-    for tensor in tensors:
-        shape = importer.env[tensor].struct_info.shape
-        known |= {str(size): made for size, made in zip(tensor.meta["val"].shape, shape, strict=True)}
+    for tensor, operand in zip(tensors, operands, strict=True):
+        sizes = zip(tensor.meta["val"].shape, operand.struct_info.shape, strict=False)  # of pairs, one is left
+        known |= {str(size): made for size, made in sizes}
     return known
 
 
@@ -132,6 +147,8 @@ def _info(tensor: torch.Tensor, known: Mapping[str, tirx.PrimExpr]) -> relax.Ten
     shape = [size if isinstance(size, int) else known.get(str(size)) for size in tensor.shape]
     if any(size is None for size in shape):
         refuse(f"the result's shape {tuple(tensor.shape)} has sizes that no operand has", fix="export constant sizes")
+    if tensor.is_complex():
+        return relax.TensorStructInfo([*shape, 2], dtype_name(tensor.real.dtype))
     return relax.TensorStructInfo(shape, dtype_name(tensor.dtype))
 
 
@@ -151,4 +168,56 @@ GENERAL = {
     "binary_cross_entropy.default": cross_entropy_of_two,
     "_grouped_mm.default": grouped,
     "grouped_mm_fallback.default": grouped,
+}
+
+
+_CONVOLUTIONS = {3: relax.op.nn.conv1d, 4: relax.op.nn.conv2d, 5: relax.op.nn.conv3d}  # by the operand's dims
+_TRANSPOSED = {3: relax.op.nn.conv1d_transpose, 4: relax.op.nn.conv2d_transpose, 5: relax.op.nn.conv3d_transpose}
+
+
+def conv2d(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """A convolution in the dtype of its operands."""
+    x, weight, bias, stride, padding, dilation, groups = arguments(
+        node, importer, 2, bias=None, stride=1, padding=0, dilation=1, groups=1
+    )
+    return _convolved(importer, x, weight, bias, (stride, padding, dilation, groups))
+
+
+def convolution(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """A convolution along one to three dims, in the dtype of its operands."""
+    x, weight, bias, stride, padding, dilation, transposed, beyond, groups = arguments(node, importer, 9)
+    if not transposed:
+        return _convolved(importer, x, weight, bias, (stride, padding, dilation, groups))
+    how = {"strides": stride, "padding": padding, "output_padding": beyond, "dilation": dilation}
+    how = {name: list(sizes) for name, sizes in how.items()}
+    made = _TRANSPOSED[len(x.struct_info.shape)](x, weight, **how, groups=groups)
+    return _with_bias(importer, emit(importer, made), bias)
+
+
+def _convolved(importer: Any, x: relax.Expr, weight: relax.Expr, bias: relax.Expr | None, how: Any) -> relax.Expr:
+    """`how`: strides, padding, dilation and groups."""
+    op, how = _CONVOLUTIONS[len(x.struct_info.shape)], [list(n) if isinstance(n, (tuple, list)) else n for n in how]
+    return _with_bias(importer, emit(importer, op(x, weight, *how)), bias)
+
+
+def _with_bias(importer: Any, result: relax.Expr, bias: relax.Expr | None) -> relax.Expr:
+    if bias is None:
+        return result
+    shape = (1, -1, *[1] * (len(result.struct_info.shape) - 2))
+    return emit(importer, relax.op.add(result, emit(importer, relax.op.reshape(bias, shape))))
+
+
+def average_pool(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Averages of windows; torch's own where these reach over the end, or are divided by another number."""
+    *_, over_the_end, padding_counts, divisor = arguments(
+        node, importer, 2, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
+    )
+    return any_operator(node, importer) if over_the_end or divisor is not None else of_tvm(node, importer)
+
+
+CONVOLUTIONS = {
+    "avg_pool2d.default": average_pool,
+    "avg_pool3d.default": average_pool,
+    "conv2d.default": conv2d,
+    "convolution.default": convolution,
 }

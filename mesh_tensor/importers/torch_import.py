@@ -20,7 +20,7 @@ from .imported import ImportedModule
 from .torch_args import emit, with_constants, with_sizes_as_tensors
 from .torch_backward import forget_saved
 from .torch_collectives import COLLECTIVES, NAMESPACE
-from .torch_complex import COMPLEX, Pair, is_complex, of_complex
+from .torch_complex import COMPLEX, Pair, is_complex, of_complex, stays_complex
 from .torch_decompositions import LOOPS as LOOP_OPERATORS
 from .torch_decompositions import decomposed
 from .torch_general import any_operator, stays
@@ -168,7 +168,8 @@ class _Importer(ExportedProgramImporter):
     def _check_unsupported_func_type(self, nodes: list[torch.fx.Node]) -> None:
         """Refuse operators without a conversion, all of them."""
         calls = [node for node in graphs_within(nodes) if node.op == "call_function"]
-        stay = {_name(node) for node in calls if _name(node) not in self.convert_map and stays(node)}
+        lacking = [node for node in calls if _name(node) not in self.convert_map]
+        stay = {_name(node) for node in lacking if stays(node) or stays_complex(node)}
         self.convert_map |= {name: self._checked(lambda node: any_operator(node, self), False) for name in stay}
         unknown = [node for node in calls if _name(node) not in self.convert_map or not self._is_known(node)]
         seeded = torch.Tag.nondeterministic_seeded

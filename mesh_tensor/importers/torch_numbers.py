@@ -3,7 +3,6 @@ operators. See torch_ops for what each function takes."""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from tvm import relax, tirx
 
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .torch_args import arguments, emit, in_dtype, in_result_dtype, result_dtype, widened
+from .torch_args import arguments, emit, in_dtype, in_result_dtype, result_dtype
 
 Convert = Callable[[Any, Any], Any]
 
@@ -51,61 +50,6 @@ def extreme_along(where: Callable[..., relax.Expr]) -> Convert:
         return emit(importer, relax.Tuple(made))
 
     return converted
-
-
-def norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """The norm of vectors along dims (none: all), in the result's dtype."""
-    x, order, dims, keep = arguments(node, importer, 1, ord=2, dim=None, keepdim=False)
-    x = widened(importer, in_result_dtype(node, importer, x))
-    return in_result_dtype(node, importer, _norm(importer, x, order, _dims(dims), keep))
-
-
-def _norm(importer: Any, x: relax.Expr, order: float, dims: list[int] | None, keep: bool) -> relax.Expr:
-    if order == 2:
-        return root(importer, emit(importer, relax.op.sum(emit(importer, relax.op.multiply(x, x)), dims, keep)))
-    size = emit(importer, relax.op.abs(x))
-    if order in (math.inf, -math.inf):
-        return emit(importer, (relax.op.max if order > 0 else relax.op.min)(size, dims, keep))
-    if order == 0:
-        zero = relax.const(0, x.struct_info.dtype)
-        counted = emit(importer, relax.op.astype(emit(importer, relax.op.not_equal(size, zero)), x.struct_info.dtype))
-        return emit(importer, relax.op.sum(counted, dims, keep))
-    if order == 1:
-        return emit(importer, relax.op.sum(size, dims, keep))
-    size = size if order > 0 else _without_zeros(importer, size, order, dims)
-    return root(importer, emit(importer, relax.op.sum(_power(importer, size, order), dims, keep)), order)
-
-
-def _without_zeros(importer: Any, size: relax.Expr, order: float, dims: Any) -> relax.Expr:
-    """What a norm of a negative order takes, infinite for vectors with a 0: the norm of these, 0, has no gradient."""
-    infinite = relax.const(math.inf, size.struct_info.dtype)
-    total = emit(importer, relax.op.sum(emit(importer, _to_the(size, order)), dims, True))
-    has_zero = emit(importer, relax.op.equal(total, infinite))
-    return emit(importer, relax.op.where(has_zero, infinite, size))
-
-
-def _power(importer: Any, size: relax.Expr, order: float) -> relax.Expr:
-    """A power of what is not negative, whose gradient at 0 is not infinite."""
-    if 0 < order < 1:
-        return _guarded(importer, size, lambda x: _to_the(x, order))
-    return emit(importer, _to_the(size, order))
-
-
-def root(importer: Any, total: relax.Expr, order: float = 2) -> relax.Expr:
-    """The root of what is not negative. Its gradient at 0 is 0, as torch has it for norms and deviations."""
-    return _guarded(importer, total, lambda x: relax.op.sqrt(x) if order == 2 else _to_the(x, 1 / order))
-
-
-def _guarded(importer: Any, value: relax.Expr, op: Callable[[relax.Expr], relax.Expr]) -> relax.Expr:
-    """The operator on what is not 0; at 0 it is 0, and so is its gradient."""
-    zero, one = (relax.const(number, value.struct_info.dtype) for number in (0, 1))
-    is_zero = emit(importer, relax.op.equal(value, zero))
-    made = emit(importer, op(emit(importer, relax.op.where(is_zero, one, value))))
-    return emit(importer, relax.op.where(is_zero, zero, made))
-
-
-def _to_the(value: relax.Expr, order: float) -> relax.Expr:
-    return relax.op.power(value, relax.const(order, value.struct_info.dtype))
 
 
 def sort(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -279,7 +223,6 @@ NUMBERS: dict[str, Convert] = {
     "logical_not.default": is_zero,
     "logical_or.default": _of_bools(relax.op.logical_or),
     "logical_xor.default": _of_bools(relax.op.logical_xor),
-    "linalg_vector_norm.default": norm,
     "max.dim": extreme_along(relax.op.argmax),
     "min.dim": extreme_along(relax.op.argmin),
     "mod": _of_sizes(operator.mod),

@@ -18,11 +18,10 @@ from mesh_tensor.targets.dtypes import dtype_name
 from .torch_args import arguments, emit, in_dtype, in_result_dtype, widened
 from .torch_attention import attention
 from .torch_backward import BACKWARD, KEPT_BACKWARD
-from .torch_convolutions import CONVOLUTIONS
 from .torch_dropout import converted as dropout
-from .torch_general import GENERAL, WITH_GRADIENTS
+from .torch_general import CONVOLUTIONS, GENERAL, WITH_GRADIENTS
 from .torch_indexing import INDEXING, SHAPES
-from .torch_numbers import NUMBERS, Convert, of_tvm, promoting, root
+from .torch_numbers import NUMBERS, Convert, of_tvm, promoting
 
 _aten = torch.ops.aten
 
@@ -43,7 +42,6 @@ KEPT = (
     _aten.roll.default,
     _aten.bilinear.default,
     _aten._safe_softmax.default,
-    _aten.std.correction,
     _aten.special_xlog1py.default,
     _aten.xlogy.Tensor,
     *(getattr(_aten, name).default for name in WITH_GRADIENTS),
@@ -129,9 +127,9 @@ def as_strided(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return of_tvm(node, importer)
 
 
-def wide_variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """Over dims (none: all), in float32 at least, divided by the number of elements less `correction`, which TVM's
-    importer leaves out."""
+def variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Over dims (none: all), computed in float32 at least, divided by the number of elements less `correction`, which
+    TVM's importer leaves out."""
     x, dims = arguments(node, importer, 1, dim=None)
     dims, keep = list(dims or range(node.args[0].meta["val"].dim())), node.kwargs.get("keepdim", False)  # type: ignore[union-attr]
     count = math.prod(int(x.struct_info.shape[dim]) for dim in dims)
@@ -140,21 +138,7 @@ def wide_variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
     if left <= 0:
         refuse(f"a variance of {count} elements with a correction of {correction}", fix="take it of more elements")
     made = emit(importer, relax.op.variance(widened(importer, x), dims, keep))
-    return _scaled(importer, made, count / left)
-
-
-def variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """The same in its own dtype."""
-    return in_dtype(importer, wide_variance(node, importer), _own_dtype(node))
-
-
-def deviation(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """The root of the variance."""
-    return in_dtype(importer, root(importer, wide_variance(node, importer)), _own_dtype(node))
-
-
-def _own_dtype(node: torch.fx.Node) -> str:
-    return dtype_name(node.args[0].meta["val"].dtype)  # type: ignore[union-attr]
+    return in_dtype(importer, _scaled(importer, made, count / left), x.struct_info.dtype)
 
 
 def embedding(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -182,13 +166,6 @@ def detach(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The same, as a constant when gradients are taken. Where it holds no floats it is one anyway."""
     (x,) = arguments(node, importer, 1)
     return emit(importer, relax.op.grad.no_grad(x)) if "float" in x.struct_info.dtype else x
-
-
-def variance_and_mean(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """Both, over dims (none: all)."""
-    x, dims, keep = arguments(node, importer, 1, dim=None, keepdim=False)
-    mean = emit(importer, relax.op.mean(x, list(dims) if dims else None, keep))
-    return emit(importer, relax.Tuple([variance(node, importer), mean]))
 
 
 def batch_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -267,10 +244,8 @@ CONVERTERS: dict[str, Convert] = {
     "mm.default": matmul,
     "rms_norm.default": rms_norm,
     "scaled_dot_product_attention.default": attention,
-    "std.correction": deviation,
     "sub.Tensor": with_alpha(relax.op.subtract),
     "var.correction": variance,
-    "var_mean.correction": variance_and_mean,
 }
 
 

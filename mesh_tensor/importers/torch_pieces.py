@@ -20,6 +20,43 @@ def _reduced(each: Tensor, reduction: int) -> Tensor:
     return each.mean() if reduction == _MEAN else each.sum() if reduction == _SUM else each
 
 
+def _root(total: Tensor, order: float = 2) -> Tensor:
+    """The root of what is not negative. Its gradient at 0 is 0, as torch has it for norms and deviations."""
+    is_zero = total == 0
+    above = torch.where(is_zero, 1, total)
+    return torch.where(is_zero, 0, above.sqrt() if order == 2 else above ** (1 / order))
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32, if it has 16 bits: torch rounds what an operator makes once, in the end."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _deviation(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    return _root(_wide(x).var(dim, correction=correction, keepdim=keepdim)).to(x.dtype)
+
+
+def _variance_and_mean(x: Tensor, dim: Any = None, *, keepdim: bool = False, **correction: Any) -> tuple[Tensor, ...]:
+    return x.var(dim, keepdim=keepdim, **correction), x.mean(dim, keepdim)
+
+
+def _vector_norm(x: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False, **dtype: Any) -> Tensor:
+    """The norm of vectors along dims (none: all)."""
+    x = x.to(dtype.get("dtype") or x.dtype)
+    size, how = _wide(x).abs(), (list(range(x.ndim)) if dim is None else dim, keepdim)
+    if order in (math.inf, -math.inf):
+        made = size.amax(*how) if order > 0 else size.amin(*how)
+    elif order == 0:
+        made = (size != 0).to(size.dtype).sum(*how)
+    elif order in (1, 2):
+        made = size.sum(*how) if order == 1 else _root((size * size).sum(*how))
+    else:
+        if order < 0:  # the norm of vectors with a 0, which is 0, has no gradient
+            size = torch.where((size**order).sum(how[0], True) == math.inf, math.inf, size)
+        made = _root((_root(size, 1 / order) if 0 < order < 1 else size**order).sum(*how), order)
+    return made.to(x.dtype)
+
+
 def _hinge_embedding(x: Tensor, target: Tensor, margin: float = 1.0, reduction: int = _MEAN) -> Tensor:
     apart, alike = torch.where(target != 1, (margin - x).clamp_min(0), 0), torch.where(target != -1, x, 0)
     return _reduced(apart + alike, reduction)
@@ -107,4 +144,7 @@ OWN_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.max_unpool2d.default: _max_unpool,
     _aten.max_unpool3d.default: _max_unpool,
     _aten.mkldnn_rnn_layer.default: _lstm_layer,
+    _aten.linalg_vector_norm.default: _vector_norm,
+    _aten.std.correction: _deviation,
+    _aten.var_mean.correction: _variance_and_mean,
 }

@@ -22,7 +22,7 @@ from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, Statement, body_statements, lowest_or
 from mesh_tensor.rules.kernel.states import LogSum, ScaledSum, State
 from mesh_tensor.tir.linear import Linear
-from mesh_tensor.tir.rewrite import fill, neutral_element, over_elements, sequence
+from mesh_tensor.tir.rewrite import buffer_like, fill, neutral_element, over_elements, sequence
 
 from .cut import (
     Workspace,
@@ -116,7 +116,7 @@ class _Combiner:
         left = list(dict.fromkeys([*(w for r, w in whole.items() if r not in self.scaled), *largest.values()]))
         idle = {copy for r, copy in again.items() if not any(s.top < self.at for s, _ in r.reads)}
         before = body_statements(analysis.kernel.root.body)[: self.at]
-        instead = {said: _like(held.buffer, "stand_in") for held, said in self.stood_in.items()}
+        instead = {said: buffer_like(held.buffer, "stand_in") for held, said in self.stood_in.items()}
         stmts = [*(_apart(s, instead) for s in before if s not in idle), *(w.save() for w in (*left, *one))]
         made = part_of(analysis, stmts, [*left, *one], list(instead.values()))
         largest_of_own = {part.held for part in self.logs} | {part.of.held for part in self.sums if part.of.of_block}
@@ -145,7 +145,7 @@ class _Combiner:
 
     def _beside(self, live_range: LiveRange) -> tirx.Buffer:
         """Another buffer like that of a live range."""
-        made = _like(live_range.buffer, str(len(self.allocated)))
+        made = buffer_like(live_range.buffer, str(len(self.allocated)))
         self.allocated.append(made)
         return made
 
@@ -190,10 +190,6 @@ class _Combiner:
             return tirx.BufferStore(held, value, at)
 
         return over_elements(total, store)
-
-
-def _like(buffer: tirx.Buffer, suffix: str) -> tirx.Buffer:
-    return tirx.decl_buffer(buffer.shape, buffer.dtype, f"{buffer.name}_{suffix}", scope=buffer.scope())
 
 
 def _stand_in(maximum: tirx.Buffer, said: Statement) -> tirx.Stmt:

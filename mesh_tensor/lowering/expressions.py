@@ -8,11 +8,11 @@ from tvm import ir, tirx
 
 from mesh_tensor.base.window import Window
 from mesh_tensor.rules.kernel.lookups import without_wrap
-from mesh_tensor.rules.kernel.prover import RangeProver
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement
 from mesh_tensor.tir.effects import thread_indices
 from mesh_tensor.tir.nodes import loads, nodes
+from mesh_tensor.tir.prover import Prover
 
 from .splits import Shrink, Split
 
@@ -27,7 +27,7 @@ class ValueRewriter:
         self.block_offsets = self._find_offsets([s for s in splits if s.factor.aligned is not None])
         self.accesses = self._find_accesses()
         self._ragged = any(not split.even or shrink.overruns(split) for split in splits)
-        self._ranges: RangeProver | None = None
+        self._ranges: Prover | None = None
 
     def rewrite(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
         """The expression with split loops' variables at global coordinates, but for the indices of tiles."""
@@ -134,7 +134,7 @@ class ValueRewriter:
     def _on_all_devices(self, condition: tirx.PrimExpr) -> bool:
         """Whether it holds for all values of the loops' variables and the devices' coordinates."""
         if self._ranges is None:
-            self._ranges = RangeProver()
+            self._ranges = Prover()
             for split in self.splits.values():
                 for axis in split.axes:
                     here, count = split.coordinates[axis], split.coordinates.mesh.size(axis)

@@ -29,11 +29,6 @@ def tile_info(form: Form, atoms: Atoms) -> relax.TensorStructInfo:
     return relax.TensorStructInfo(tile_shape(form, atoms), form.dtype)
 
 
-def local_call(step: ExplicitStep, atoms: Atoms, tiles: Sequence[relax.Expr]) -> relax.Expr:
-    """The expression that makes the step's results of its operands' tiles, given in order."""
-    return _CALLS[type(step)](step, atoms, tiles)
-
-
 def check_tile(form: Form, info: relax.StructInfo, atoms: Atoms) -> None:
     """TVM infers the tile that was decided: an operator and its rule agree."""
     expected = tile_info(form, atoms)
@@ -144,7 +139,7 @@ class TileCalls:
     def _make(self, step: ExplicitStep) -> tuple[TileCall, ...]:
         stand_ins = [relax.Var(f"tile{i}", self.info(form)) for i, form in enumerate(step.inputs)]
         self._builder._begin_binding_block()
-        self._builder.emit(local_call(step, self._atoms, stand_ins))
+        self._builder.emit(_CALLS[type(step)](step, self._atoms, stand_ins))
         bindings = list(self._builder._end_block().bindings)
         numbers = {var: number for number, var in enumerate([*stand_ins, *(binding.var for binding in bindings)])}
         infos = tensor_infos(bindings[-1].var.struct_info)

@@ -38,7 +38,8 @@ def rule(kernel: Annotated) -> Ruled:
     if kernel.reading.over_tiles:
         analysis = analysis.over_tiles()
     whole = dict.fromkeys(refined.inner_dims(), "groups can be split, but not what is in a group")
-    windows = _of_own_dims(refined, analysis.windows)
+    apart = [(param, refined.outer(param, dim) + at) for param, dim in refined.groups for at in (0, 1)]
+    windows = {dim: read for dim, read in analysis.windows.items() if dim not in apart}
     if len(windows) < len(analysis.windows):
         analysis = replace(analysis, windows=windows)
     return Ruled(kernel, refined, analysis, asked_of_refined(refined, kernel.asked), whole)
@@ -152,12 +153,6 @@ def _ways(func: tirx.PrimFunc, whole: tuple[Dim, ...], computed: tuple[Dim, ...]
             yield from refined(apart, whole)
 
     return _Ways(made)
-
-
-def _of_own_dims(made: Refined, windows: Mapping[Dim, Read]) -> dict[Dim, Read]:
-    """The windows of dims that are not taken apart."""
-    apart = [(param, made.outer(param, dim) + at) for param, dim in made.groups for at in (0, 1)]
-    return {dim: read for dim, read in windows.items() if dim not in apart}
 
 
 def _reason(made: Refined, analysis: Analysis, dim: Dim) -> str | None:

@@ -108,9 +108,9 @@ class KernelLowering:
     def __call__(
         self, func: tirx.PrimFunc, strict: bool, split: tuple[tuple[str, Dim], ...] | None = None
     ) -> Lowered | LoweredGrids:
-        """The kernel, lowered with that split, or with the one that costs least."""
-        given = None if split is None else dict(split)
-        return lower_kernel(func, strict=strict, view=self.view, split=given, machine=self.machine)
+        """The kernel, lowered with that split, or with the one that costs least; once for who asks again soon, for
+        another target or other options."""
+        return _lowered(self, func, strict, split, enabled())
 
     def splits(self, func: tirx.PrimFunc, strict: bool) -> Callable[[Sizes], tuple[tuple[str, Dim], ...]]:
         """What costs least, by the sizes of symbols; of several kernels in one function it is decided once."""
@@ -118,6 +118,18 @@ class KernelLowering:
             return lambda sizes: ()
         ruled = verified(rule(verified(read(func, self.view, self.machine))))
         return lambda sizes: tuple(split_at(ruled, sizes, strict=strict).items())
+
+
+@made_once(4)
+def _lowered(
+    lowering: KernelLowering,
+    func: tirx.PrimFunc,
+    strict: bool,
+    split: tuple[tuple[str, Dim], ...] | None,
+    is_verified: bool,  # what is made is the same, but not what may be raised
+) -> Lowered | LoweredGrids:
+    given = None if split is None else dict(split)
+    return lower_kernel(func, strict=strict, view=lowering.view, split=given, machine=lowering.machine)
 
 
 def _localized(ruled: Ruled, strict: bool, split: Mapping[str, Dim] | None) -> LocalParts:

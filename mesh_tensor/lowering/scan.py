@@ -26,6 +26,7 @@ from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, bo
 from mesh_tensor.tir.effects import changes_nothing
 from mesh_tensor.tir.loops import BACKWARD, is_backward
 from mesh_tensor.tir.rewrite import (
+    buffer_like,
     constant,
     exchange_buffers,
     fill,
@@ -143,7 +144,7 @@ class _Resumer:
         stmts = [s for stmt in self.stmts[: self.scan.top] if (s := self._sliced(stmt, kept)) is not None]
         body, beside, chips = list[tirx.Stmt](), list[tirx.Buffer](), dict[LiveRange, tirx.Buffer]()
         for part, workspace in named.items():
-            chip = _like(part.held.buffer, "total")
+            chip = buffer_like(part.held.buffer, "total")
             beside.append(chip)
             body += [starts[part].all.save()] if part in starts else []
             body.append(workspace.all.into(chip).restore())
@@ -192,7 +193,7 @@ class _Resumer:
     def _combined(self, stated: Stated, totals: Mapping[LiveRange, tirx.Buffer]) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
         """What the author says that a device makes of the state that it takes over, and what that needs on chip."""
         made = stated.combination
-        own = {buffer: _like(buffer, self.suffix) for buffer in made.own}
+        own = {buffer: buffer_like(buffer, self.suffix) for buffer in made.own}
         before = {b: held.buffer for b, held in zip(made.before, stated.held, strict=True)}
         after = {b: totals[held] for b, held in zip(made.after, stated.held, strict=True)}
         return exchange_buffers(made.body, {**own, **before, **after}), list(own.values())
@@ -282,7 +283,3 @@ def _marked(loop: tirx.Stmt) -> tirx.For:
         raise Blocked("a state is carried by more than a loop")
     marks = {**dict(loop.annotations), RESUMED: True}
     return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, marks)
-
-
-def _like(buffer: tirx.Buffer, suffix: str) -> tirx.Buffer:
-    return tirx.decl_buffer(buffer.shape, buffer.dtype, f"{buffer.name}_{suffix}", scope=buffer.scope())

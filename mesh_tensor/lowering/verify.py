@@ -207,5 +207,10 @@ def _ends(lowered: Lowered) -> Iterator[str]:
 
 
 def _same_shape(a: Sequence[tirx.PrimExpr], b: Sequence[tirx.PrimExpr]) -> bool:
-    analyzer = arith.Analyzer()
-    return len(a) == len(b) and all(analyzer.can_prove_equal(x, y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(_is_same_size(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _is_same_size(a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
+    if isinstance(a, tirx.IntImm) and isinstance(b, tirx.IntImm):
+        return int(a) == int(b)
+    return bool(arith.Analyzer().can_prove_equal(a, b))

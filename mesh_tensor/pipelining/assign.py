@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tvm import relax
-from tvm.relax.distributed import DeviceMesh
 
 from mesh_tensor.annotations.module_annotations import stated_meshes
 from mesh_tensor.annotations.named_values import NamedValues, device_meshes, is_pattern, named_mesh, same
@@ -205,7 +204,8 @@ def annotated_stages(flow: Flow, topology: Topology) -> tuple[Stages, list[str]]
     order: list[str] = []
     for name, binding in flow.bindings.items():
         before = [latest[value] for value in flow.operands[name] if value in latest]
-        mesh = _mesh_of(binding.value)
+        is_call = isinstance(binding.value, relax.Call) and getattr(binding.value.op, "name", "") in _ANNOTATE
+        mesh = binding.value.attrs.device_mesh if is_call else None
         if mesh is not None:
             wanted = topology.names[next(i for i, other in enumerate(meshes) if same(other, mesh))]
             stated[name] = latest[name] = _stage_on(wanted, max(before, default=0), order)
@@ -221,8 +221,3 @@ def _stage_on(mesh: str, least: int, order: list[str]) -> int:
             return stage
     order.append(mesh)
     return len(order) - 1
-
-
-def _mesh_of(value: relax.Expr) -> DeviceMesh | None:
-    is_call = isinstance(value, relax.Call) and getattr(value.op, "name", "") in _ANNOTATE
-    return value.attrs.device_mesh if is_call else None

@@ -15,8 +15,7 @@ from mesh_tensor.rules.operator import OpRule
 from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, axes_of, factor_of
 from mesh_tensor.rules.operator.rule import atoms_of
 
-from .batch_kinds import REGROUPS, Fixed, Kind, Mean, Mixed, Rows, Sum, mixed
-from .batch_quotients import Divided, quotient_kinds
+from .batch_kinds import REGROUPS, Divided, Fixed, Kind, Mean, Mixed, Rows, Sum, mixed, quotient_kinds
 from .ir import Graph, Node
 from .manual import varying
 

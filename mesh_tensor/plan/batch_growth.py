@@ -13,8 +13,7 @@ from mesh_tensor.rules.operator.aten import name_of
 from mesh_tensor.rules.operator.rule import Dim, atoms_of
 
 from .batch_devices import AnyKind, Apart, kind_within, with_kind
-from .batch_kinds import Fixed, Mean, Mixed, Rows, Sum, placed_factors
-from .batch_quotients import Divided
+from .batch_kinds import Divided, Fixed, Mean, Mixed, Rows, Sum, placed_factors
 from .ir import Graph, Node, Value
 
 _SAME_NUMBER = ("reshape", "astype", "squeeze", "expand_dims", "broadcast_to", "full", "full_like", "mean", "sum")

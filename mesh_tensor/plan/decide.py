@@ -53,7 +53,8 @@ class Decider:
 
     `free`: values that may come, and stay, in any layout. `fixed`: what axes split, as far as that is known.
     `in_place`: of all splits, those win with which the fewest axes have to stop splitting what they split.
-    `nodes`: all that are going to be decided, as far as they share operands. `prices`: what is cheap."""
+    `nodes`: all that are going to be decided, as far as they share operands. `prices`: what is cheap; `decided`: by
+    the names of what nodes give, what axes split in them, where they may, whatever is cheap."""
 
     def __init__(
         self,
@@ -66,7 +67,9 @@ class Decider:
         in_place: bool = False,
         nodes: Collection[Node] = (),
         prices: Prices = PRICES,
+        decided: Mapping[tuple[str, ...], Mapping[str, str]] | None = None,
     ) -> None:
+        self._before = decided or {}
         self._mesh, self._atoms, self._layouts = mesh, atoms, layouts
         self._fixed, self._in_place, self._prices = fixed or {}, in_place, prices
         self._known: dict[tuple, Decision] = {}
@@ -81,16 +84,20 @@ class Decider:
         rule = self._atoms.rules[node]
         values = (*node.inputs, *node.outputs)
         takers = tuple([self._takers.get((id(rule), p, value), 1) for p, value in enumerate(node.inputs)])
-        known = (id(rule), takers, tuple([(self._layouts.of[value], self._there[value]) for value in values]))
+        before = self._before.get(node.names)
+        asked = None if before is None else tuple(before.items())
+        known = (id(rule), takers, tuple([(self._layouts.of[value], self._there[value]) for value in values]), asked)
         decision = self._known.get(known)
         if decision is None:
-            decision = self._known[known] = self._decided(node, rule, takers)
+            decision = self._known[known] = self._decided(node, rule, takers, before)
         for value, layout in zip(node.inputs, decision.needed, strict=True):
             if self._there[value] and layout not in self._there[value] and not layout.windows:
                 self._there[value] += (layout,)
         return decision
 
-    def _decided(self, node: Node, rule: NodeRule, takers: tuple[int, ...]) -> Decision:
+    def _decided(
+        self, node: Node, rule: NodeRule, takers: tuple[int, ...], before: Mapping[str, str] | None
+    ) -> Decision:
         shared = chain(takers, repeat(1))
         tensors = [
             _Tensor(self._atoms.shape(v), v.type.dtype, self._layouts.of[v], f, self._there[v], count)
@@ -98,6 +105,7 @@ class Decider:
         ]
         operands, results = tensors[: len(node.inputs)], tensors[len(node.inputs) :]
         decisions = [self._decision(rule, split, results) for split in self._splits(rule, tensors)]
+        decisions = [decision for decision in decisions if decision.split == before] or decisions
         if len(decisions) == 1:
             return decisions[0]
         flops = node_flops(node)

@@ -7,7 +7,7 @@ that functions can be made again from what was decided.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from tvm import relax, tirx
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator import OpCall, TensorType
-from mesh_tensor.rules.operator.loops import MARKS
+from mesh_tensor.rules.operator.manual import MARKS
 
 from .prices import PRICES, Prices
 
@@ -72,6 +72,11 @@ class Node:
         """It only states a layout: its output is its input."""
         return self.call.name in (ANNOTATE, REDISTRIBUTE)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What its results are called, which tells it from other nodes."""
+        return tuple([value.name for value in self.outputs])
+
     @cached_property
     def mark(self) -> str:
         """What of a loop it marks, if it does (a key of `rules.operator.loops.MARKS`)."""
@@ -121,8 +126,9 @@ class GraphLoop:
 class Graph:
     """`nodes` in an order in which they can run; `result` is what the function returns. `state`: by parameter the
     result that replaces it in the next call, and lies as it. `stored`: parameters that are in another order than the
-    caller's. `prices`: what plans of it are priced by. `loops`: by the scope that their nodes stand in. `manual`: the
-    axes of manual computations."""
+    caller's. `prices`: what plans of it are priced by; `decided`: by the names of what nodes give, what axes split
+    in them, where they may, whatever is cheap. `loops`: by the scope that their nodes stand in. `manual`: the axes of
+    manual computations."""
 
     name: str
     mesh: Mesh
@@ -133,6 +139,7 @@ class Graph:
     state: dict[Value, Value] = field(default_factory=dict)
     stored: dict[Value, Interleaved] = field(default_factory=dict)
     prices: Prices = PRICES
+    decided: Mapping[tuple[str, ...], Mapping[str, str]] = field(default_factory=dict)
     loops: dict[Scope, GraphLoop] = field(default_factory=dict)
     manual: frozenset[str] = frozenset()
 

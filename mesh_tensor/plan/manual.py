@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from .reader import GraphReader
 
 
+NO_AXES = Mesh({"none": 1})  # those of what has no manual computations
+
+
 @dataclass(frozen=True)
 class Region:
     """Inside of a manual computation: its `axes`, and those of all around it with them."""
@@ -40,23 +43,21 @@ class Region:
         Raises:
             MeshTensorError: they are no axes of the mesh, or manual already.
         """
-        problems = wrong_axes(axes, mesh)
         around = outer.manual if outer is not None else frozenset()
+        problems = misplaced_axes(axes, mesh)
         problems += [f"axis {axis!r} is manual already, around it" for axis in axes if axis in around]
-        if not problems and mesh.in_order(axes) != axes.axis_names:
-            problems.append(f"the axes are {listing(axes.axis_names)}, but {listing(mesh.in_order(axes))} in the mesh")
         if problems:
             refuse(
                 problems,
                 where=f"{where}, a manual computation",
-                why="its axes are those of the mesh that it is distributed over; searches, which choose one, take none",
+                why="its axes are those of the mesh that it is distributed over",
                 fix=f"use axes of {mesh}, each once",
             )
         return Region(axes, around | {*axes})
 
 
 def manual_mesh(functions: Iterable[relax.Function]) -> Mesh:
-    """All manual axes of functions, in an order that is theirs everywhere; one of size 1 where there are none.
+    """All manual axes of functions, in an order that is theirs everywhere; NO_AXES where there are none.
 
     Raises:
         MeshTensorError: an axis has several sizes, or there is no such order.
@@ -79,7 +80,7 @@ def manual_mesh(functions: Iterable[relax.Function]) -> Mesh:
         problems.append(f"axes are in several orders: {listing(list(dict.fromkeys(error.args[1])))}")
     if problems:
         refuse(problems, where="manual computations of one module", fix="use axes of one mesh")
-    return Mesh({name: min(sizes[name]) for name in names} or {"none": 1})
+    return Mesh({name: min(sizes[name]) for name in names}) if names else NO_AXES
 
 
 def axes_in(value: relax.Expr) -> dict[str, int]:
@@ -150,6 +151,14 @@ def wrong_axes(axes: Mesh, mesh: Mesh) -> list[str]:
         for axis, size in axes.shape.items()
         if axis not in mesh or mesh.size(axis) != size
     ]
+
+
+def misplaced_axes(axes: Mesh, mesh: Mesh) -> list[str]:
+    """What is wrong with the axes of a manual computation on a mesh: `wrong_axes`, or their order."""
+    problems = wrong_axes(axes, mesh)
+    if not problems and mesh.in_order(axes) != axes.axis_names:
+        problems.append(f"the axes are {listing(axes.axis_names)}, but {listing(mesh.in_order(axes))} in the mesh")
+    return problems
 
 
 def _name(call: relax.Call) -> str:

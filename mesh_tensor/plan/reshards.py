@@ -17,8 +17,7 @@ from mesh_tensor.redistribution.plan import plan_moves
 from mesh_tensor.rules.operator.aten import name_of
 
 from .atoms import Atoms, NodeRule
-from .carry import find_carried, widened_values
-from .contributions import contributions
+from .carry import contributions, find_carried, widened_values
 from .decide import Decider, Decision
 from .explicit import Cast, Change, ExplicitGraph, ExplicitStep, Fill, Form, Run, forms_in
 from .ir import Graph, Node, Scope, Value, map_tree
@@ -28,7 +27,7 @@ from .propagate import Layouts
 
 def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGraph:
     """The steps of every device, for values in these layouts."""
-    decider = Decider(graph.mesh, atoms, layouts, nodes=graph.nodes, prices=graph.prices)
+    decider = Decider(graph.mesh, atoms, layouts, nodes=graph.nodes, prices=graph.prices, decided=graph.decided)
     decisions = {node: decider.decide(node) for node in graph.nodes}
     made = _written(graph, atoms, layouts, decisions)
     if others := contributions(graph, atoms, layouts, decisions):

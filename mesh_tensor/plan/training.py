@@ -14,7 +14,7 @@ from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, relax_function, sou
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.optimizer import Optimizer
 from mesh_tensor.rules.operator.call_text import info_of
-from mesh_tensor.rules.operator.narrowed import narrowed_call
+from mesh_tensor.rules.operator.elementwise import narrowed_call
 from mesh_tensor.rules.operator.update import NUMBERS, slots_of, update_call
 
 from .accumulate import Accumulated, Microbatches, Recompute, Seed, accumulated

@@ -10,6 +10,7 @@ the same shapes that lie alike. Where it has not, the whole function is planned,
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
@@ -17,24 +18,27 @@ from mesh_tensor.plan.fewer_layers import FewerLayers
 
 from .family import Family, family_of, way
 from .loop_step import LoopStep
-from .plan_module import ModulePlan
+from .plan_module import Decided, ModulePlan, Stages, decisions
 from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
 
 Sizes = tuple[int, ...]
 
 
 class PlanFamilies:
-    """The plans of a function for any sizes. `plan` makes one anew, of the small module if it is given; `fewer` is the
-    module with so many of its alike layers, if it has more."""
+    """The plans of a function for any sizes. `plan` makes one anew, of the small module if it is given, with what
+    another one decided; `fewer` is the module with so many of its alike layers, if it has more."""
 
     def __init__(
-        self, plan: Callable[[Sizes, FewerLayers | None], ModulePlan], fewer: Callable[[int], FewerLayers | None]
+        self,
+        plan: Callable[[Sizes, FewerLayers | None, Decided | None], ModulePlan],
+        fewer: Callable[[int], FewerLayers | None],
     ) -> None:
         self._plan, self._fewer = plan, fewer
         self._first: tuple[Sizes, ModulePlan] | None = None
         self._small: FewerLayers | None = None
         self._is_whole = False  # the small modules don't tell
         self._known: Recent[Hashable, Family | _None] = Recent(MODULE_SIZES)
+        self._decided: Recent[Sizes, Decided] = Recent(MODULE_SIZES)
 
     @uncollected
     def of(self, sizes: Sizes) -> ModulePlan:
@@ -45,11 +49,31 @@ class PlanFamilies:
         """
         if self._small is None and not self._is_whole:
             if self._first is None:
-                self._first = sizes, self._plan(sizes, None)
+                self._first = sizes, self._plan(sizes, None, None)
                 return self._first[1]
             self._choose(*self._first)
             self._first = None
-        return self._as_known(sizes) or self._plan(sizes, None)
+        if self._small is not None and (found := self._as_known(sizes, self._small)) is not None:
+            return found
+        plan = self._plan(sizes, None, None)
+        if self._small is None:
+            self._decided.put(sizes, decisions(plan))
+        return plan
+
+    def like(self, sizes: Sizes, others: Sizes) -> ModulePlan | None:
+        """The plan for sizes that decides what the one for others decided, as far as it may; None where it is of no
+        family that is known, or that for the others is not."""
+        decided = self._decided.get(others)
+        if decided is None or self._small is None:
+            return None if decided is None else self._plan(sizes, None, decided)
+        small = self._tried(sizes, self._small, decided)
+        family = None if small is None else self._known.get(outline(small))
+        return self._member(family, small, sizes) if small is not None and isinstance(family, Family) else None
+
+    def stages(self, sizes: Sizes, like: ModulePlan) -> Stages:
+        """What is made on the way to the plan for sizes that has the outline of another one."""
+        free = self._plan(sizes, None, None)
+        return (free if outline(free) == outline(like) else self._plan(sizes, None, decisions(like))).stages()
 
     def _choose(self, sizes: Sizes, whole: ModulePlan) -> None:
         """The fewest layers that have all steps of the plan for the first sizes."""
@@ -65,24 +89,28 @@ class PlanFamilies:
                 return
         self._is_whole = True
 
-    def _tried(self, sizes: Sizes, fewer: FewerLayers) -> ModulePlan | None:
+    def _tried(self, sizes: Sizes, fewer: FewerLayers, decided: Decided | None = None) -> ModulePlan | None:
         """The small plan; None where it is refused: planning the whole function says why."""
         try:
-            return self._plan(sizes, fewer)
+            return self._plan(sizes, fewer, decided)
         except MeshTensorError:
             return None
 
-    def _as_known(self, sizes: Sizes) -> ModulePlan | None:
+    def _as_known(self, sizes: Sizes, fewer: FewerLayers) -> ModulePlan | None:
         """The plan that another one of the family is for these sizes, if there is one."""
-        if self._small is None or (small := self._tried(sizes, self._small)) is None:
+        if (small := self._tried(sizes, fewer)) is None:
             return None
+        self._decided.put(sizes, decisions(small))
         kind = outline(small)
         family = self._known.get(kind)
         if family is None:
-            whole = self._plan(sizes, None)
-            self._known.put(kind, family_of(whole, small, self._small.stands) or _None())
-            return whole
-        return None if isinstance(family, _None) else family.sized(small, lambda: self._plan(sizes, None).stages())
+            whole = self._plan(sizes, None, None)
+            self._known.put(kind, family_of(whole, small, fewer.stands) or _None())
+            return replace(whole, cost=small.cost)
+        return None if isinstance(family, _None) else self._member(family, small, sizes)
+
+    def _member(self, family: Family, small: ModulePlan, sizes: Sizes) -> ModulePlan | None:
+        return family.sized(small, lambda: self.stages(sizes, family.whole))
 
 
 class _None:

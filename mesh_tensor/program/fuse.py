@@ -51,7 +51,7 @@ class _Fuser:
         for number, step in enumerate(self._all):
             if isinstance(step, OpStep):
                 step = replace(step, args=tuple([self._same.get(name, name) for name in step.args]))
-                if not self._undone(step, number):
+                if not self._undone(step):
                     step = self._with_bias(self._transposed(step, number), number, made)
                     step = self._softmax_gradient(step, number, made)
                     step = self._log_softmax_backward(step, number, made)
@@ -59,7 +59,7 @@ class _Fuser:
             made.append(step)
         return self._used(made)
 
-    def _undone(self, step: OpStep, number: int) -> bool:
+    def _undone(self, step: OpStep) -> bool:
         """Whether it is a transpose that undoes another one, so that what it makes is there."""
         inner = self._maker(step.args[0], "permute_dims") if _is_plain(step, "permute_dims") else None
         if inner is None or step.whole or step.results[0] in self._lasting:

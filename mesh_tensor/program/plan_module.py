@@ -15,8 +15,9 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.lowering.local_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
+from mesh_tensor.plan.counted_places import counted_slices
 from mesh_tensor.plan.expansions import expand, refined_annotations, refinements, regroup_sums, with_merged_dims
-from mesh_tensor.plan.explicit import ExplicitGraph, forms_in
+from mesh_tensor.plan.explicit import ExplicitGraph, Run, forms_in
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph, Interleaved, leaves
@@ -67,7 +68,8 @@ class ModulePlan:
     """A function of a module, planned for a mesh. `ports`: its parameters and results; `params`: its parameters' names,
     in order; `state`: by parameter, the result that replaces it in the next call; `index_checks`: what elements of
     arguments have to be, because they are looked up. `stages` finds what was made on the way, for the same sizes.
-    Plans of the same `kin` differ in numbers only, and a number that is one as another is that in all of them."""
+    Plans of the same `kin` differ in numbers only; where one `tells` them apart, a number that is as another is that in
+    all of them. `cost`: what it takes by its prices; of a plan that is put together, what a part of it takes."""
 
     made: ModuleProgram
     ports: tuple[Port, ...]
@@ -77,6 +79,8 @@ class ModulePlan:
     base: Mesh
     stages: Callable[[], Stages]
     kin: object = None
+    tells: bool = True
+    cost: int = 0
 
     @property
     def mesh(self) -> Mesh:
@@ -114,6 +118,15 @@ class ModulePlan:
         return self.stages().explicit
 
 
+# By the names of what nodes give, what axes split in them.
+Decided = Mapping[tuple[str, ...], Mapping[str, str]]
+
+
+def decisions(plan: ModulePlan) -> Decided:
+    """What a plan decided."""
+    return {step.node.names: step.split for step in plan.explicit.steps if isinstance(step, Run)}
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """How functions are planned, on whatever mesh. `replicate_unknown`: operators without a rule run on whole tensors;
@@ -142,10 +155,11 @@ def plan_module(
     *,
     held: Collection[str] = (),
     base: Mesh | None = None,
+    decided: Decided | None = None,
 ) -> ModulePlan:
     """Plan a function of known sizes. `held`: parameters that are laid out once, so that they may be stored in another
     order than the caller's (`graph.stored` of the plan). `base`: the caller's mesh, if annotations are for one in which
-    axes of it are taken apart.
+    axes of it are taken apart. `decided`: what another plan of it decided, which is taken where it may be.
 
     Raises:
         MeshTensorError: an operator has no rule (and `replicate_unknown` is not set), a size is symbolic, ...
@@ -153,6 +167,7 @@ def plan_module(
 
     def planned(mesh: Mesh, annotations: Annotations) -> ModulePlan:
         graph, atoms = read_module(mod, function, mesh, annotations, options, loops=True)
+        graph = replace(graph, decided=decided or {})
         if (made := interleave(graph, atoms, held)) is not None:
             graph, atoms = made, options.atoms(made)
         return plan_graph(graph, atoms, options)
@@ -181,7 +196,7 @@ def read_module(
     graph = read_graph(mod, function, mesh, annotations, loops=loops)
     graph = replace(graph, prices=prices_on(mesh, options.machine))
     expand_kernels(graph)
-    graph = joined_slices(parts_side_by_side(without_fixed_rows(graph)))
+    graph = joined_slices(parts_side_by_side(counted_slices(without_fixed_rows(graph))))
     atoms = options.atoms(graph)
     if (made := with_merged_dims(graph, atoms)) is not None:
         graph, atoms = made, options.atoms(made)
@@ -205,7 +220,16 @@ def plan_graph(graph: Graph, atoms: Atoms, options: PlanOptions = PlanOptions())
     results = dict(zip(leaves(graph.result), forms_in(explicit.result), strict=True))
     state = {replaced.name: results[result].name for replaced, result in graph.state.items()}
     params = tuple(value.name for value in graph.params)
-    return ModulePlan(made, tuple(ports), params, state, index_checks(graph), graph.mesh, lambda: stages)
+    return ModulePlan(
+        made,
+        tuple(ports),
+        params,
+        state,
+        index_checks(graph),
+        graph.mesh,
+        lambda: stages,
+        cost=cost_of(explicit),
+    )
 
 
 _LaidOut = tuple[Graph, Atoms, Layouts, ExplicitGraph]

@@ -12,7 +12,7 @@ from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.cost import count_flops
 
 from .family import decided_in, same_data, shaped
-from .plan_module import ModulePlan, Port
+from .plan_module import ModulePlan, Port, Stages
 from .program import ProgramValue, bytes_received
 from .size_terms import Box, Sizes, Terms
 from .sized_calls import NotSizedError, SizedCall, is_plain, numbers_of
@@ -36,7 +36,8 @@ class _Place:
 
 class Region:
     """The plans for the sizes of a box, which have one outline. `corners`: those for its corners; `within`: sizes in
-    it, with their plan. `constants`: sizes of the function that are the same for all of these. `exact` plans sizes.
+    it, with their plan. `constants`: sizes of the function that are the same for all of these. `again` makes what is
+    made on the way to the plan for sizes with the outline of another one.
 
     Raises:
         NotRegionError: the plan within is not what those of the corners say.
@@ -48,10 +49,10 @@ class Region:
         corners: Sequence[ModulePlan],
         within: tuple[Sizes, ModulePlan],
         constants: Collection[int],
-        exact: Callable[[Sizes], ModulePlan],
+        again: Callable[[Sizes, ModulePlan], Stages],
     ) -> None:
         sizes, plan = within
-        self.box, self._constants, self._exact, self._plan = box, constants, exact, plan
+        self.box, self._constants, self._again, self._plan = box, constants, again, plan
         self._terms, self._beside = Terms(box), Terms(box)
         if not all(_are_sized(other) and _same_constants(plan, other) for other in (plan, *corners)):
             raise NotRegionError
@@ -97,12 +98,12 @@ class Region:
         return slots if any(map(self._terms.is_open, slots)) else None
 
     def sized(self, sizes: Sizes) -> ModulePlan | None:
-        """The plan for sizes of the box; None for those that are to be planned by themselves."""
+        """The plan for sizes of the box; None where a number of it would be no whole one."""
         numbers, more = self._terms.at(sizes), self._beside.at(sizes)
-        if numbers is None or more is None or self._terms.coincide(numbers, self._constants):
+        if numbers is None or more is None:
             return None
         plan, filled = self._plan, _Filled(self, numbers, more)
-        stages = cache(lambda: self._exact(sizes).stages())
+        stages = cache(lambda: self._again(sizes, plan))
         made, at = plan.made, filled.at
         program = replace(
             made.program, values=filled, steps=filled.steps, decided=lambda: decided_in(stages().made.program)
@@ -114,6 +115,7 @@ class Region:
             index_checks=tuple([c if slots is None else _check(c, at(slots)) for c, slots in self._checks]),
             stages=stages,
             kin=self,
+            tells=not self._terms.coincide(numbers, self._constants),
         )
 
 

@@ -1,50 +1,55 @@
 """Plans for sizes between others: their numbers are found by interpolation, and all else is the same.
 
 A `Region` are the sizes within a box that have one remainder for the periods with which the function divides sizes, and
-devices divide them. It is taken where the plans for all corners of the box, and for a point within that would tell a
-longer period, have the same steps, layouts and names, and the numbers of the point are those that the corners say. What
-planning asks of sizes are comparisons of sums of products of them, which have within the box the answers that they have
-at its corners; sizes for which a number is by chance as another one are planned by themselves. So a plan of a region is
-the one that planning gives, but for what costs decide, which are no such sums: results don't depend on these.
+devices divide what is split. It is taken where the plans for all corners of the box, and for a point within that would
+tell a longer period, have the same steps, layouts and names, and the numbers of the point are those that the corners
+say. What planning asks of sizes are comparisons of sums of products of them, which have within the box the answers that
+they have at its corners. Sizes that are equal by chance within it may have a plan of other steps by themselves; what is
+right for all sizes around them is so for them, too. What costs decide are no such sums, and results don't depend on
+these: in a region it is what they decide for some of its sizes, as long as that is not much dearer at the corners.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
 
-from .families import outline
+from .families import PlanFamilies, outline
 from .plan_module import ModulePlan
 from .region import NotRegionError, Region
 from .size_terms import Box, Divisions, Sizes
 
-_SPREAD = 4  # how many times as large, or as small, as a size the others of its region are
-_ASKED = 3  # sizes of a class, from which on a region is looked for
-_FAILURES = 3  # of a class of sizes, after which no region is looked for
+_SPREAD = 16  # how many times as large, or as small, as a size the others of its region are at most
+_ASKED = 3  # sizes, from which on regions are looked for
+_NEAR = 4  # how many times as large, or as small, an end is that is not taken nearer, but to the size
+_CORNERS = 10  # for which a region's plans are made at most
+_DEARER = 1.25  # how dear a plan of a region may be, beside the cheapest
+_FAILURES = 3  # more than regions that were found, after which none is looked for
 
 
 class Regions:
-    """The plans of a function, whatever sizes come. `exact` plans some sizes by themselves; `divisions` says how those
-    of values follow from these, of `symbols`, on so many `devices`. `allowed`: whether the function may have sizes."""
+    """The plans of a function, whatever sizes come. `plans` are those of some sizes by themselves; `divisions` says how
+    sizes of values follow from those of `symbols`, on so many `devices`. `allowed`: whether the function may have
+    sizes. `cheapest`: plans are those that sizes have by themselves."""
 
     def __init__(
         self,
-        exact: Callable[[Sizes], ModulePlan],
+        plans: PlanFamilies,
         divisions: Divisions,
         symbols: Sequence[str],
         devices: int,
         allowed: Callable[[Mapping[str, int]], bool],
+        cheapest: bool,
     ) -> None:
-        self._exact, self._divisions, self._symbols, self._is_allowed = exact, divisions, symbols, allowed
+        self._plans, self._divisions, self._symbols, self._is_allowed = plans, divisions, symbols, allowed
+        self._cheapest = cheapest
         self._periods = tuple([period * devices for period in divisions.periods])
         self._known: Recent[tuple[Sizes, Sizes], Region] = Recent(MODULE_SIZES)
-        self._asked: Counter[Sizes] = Counter()
-        self._failed: Counter[Sizes] = Counter()
         self._seen: list[set[int]] = [set() for _ in symbols]
+        self._asked = self._failed = 0
 
     @uncollected
     def of(self, sizes: Sizes) -> ModulePlan:
@@ -53,83 +58,126 @@ class Regions:
         Raises:
             MeshTensorError: planning refuses the function for them.
         """
-        for region in self._known:
-            if sizes in region.box and (made := region.sized(sizes)) is not None:
+        around = [region for region in self._known if sizes in region.box]
+        for region in around:
+            if (made := region.sized(sizes)) is not None and (made.tells or not self._cheapest):
                 return made
-        plan = self._exact(sizes)
-        kind = tuple(size % period for size, period in zip(sizes, self._periods, strict=True))
-        self._asked[kind] += 1
+        plan = self._plans.of(sizes)
         for seen, size in zip(self._seen, sizes, strict=True):
             seen.add(size)
-        if self._asked[kind] >= _ASKED and self._failed[kind] < _FAILURES and not self._is_within(sizes):
+        self._asked += 1
+        if not around and self._asked >= _ASKED and self._failed < _FAILURES + len(self._known):
             found = self._region(sizes, plan)
             if found is None:
-                self._failed[kind] += 1
+                self._failed += 1
             else:
                 self._known.put((found.box.low, found.box.high), found)
         return plan
 
-    def _is_within(self, sizes: Sizes) -> bool:
-        return any(sizes in region.box for region in self._known)
-
     def _region(self, sizes: Sizes, plan: ModulePlan) -> Region | None:
-        """A region around these sizes, of the widest that are one."""
-        plans, outlines = {sizes: plan}, {sizes: outline(plan)}
-        for box, within in self._boxes(sizes):
-            try:
-                for one in (*box.corners, within):
-                    if one not in plans:
-                        plans[one] = self._exact(one)
-                        outlines[one] = outline(plans[one])
-                    if outlines[one] != outlines[sizes]:
-                        break
-                else:
-                    corners = [plans[one] for one in box.corners]
-                    return Region(box, corners, (within, plans[within]), self._divisions.constants, self._exact)
-            except (MeshTensorError, NotRegionError):
+        """A region around these sizes."""
+        found = self._box(sizes, plan)
+        if found is None:
+            return None
+        box, corners = found
+        box = Box(box.low, box.high, self._told(box, corners))
+        within = sizes if box.tells_periods(sizes) else _within(box)
+        like = self._like(within, sizes, plan) if box.tells_periods(within) else None
+        if like is None:
+            return None
+        try:
+            return Region(box, list(corners.values()), (within, like), self._divisions.constants, self._plans.stages)
+        except NotRegionError:
+            return None
+
+    def _box(self, sizes: Sizes, plan: ModulePlan) -> tuple[Box, dict[Sizes, ModulePlan]] | None:
+        """A box with these sizes, and plans for its corners that are like theirs. Where there is none, the box ends
+        nearer on one of the sides that meet there."""
+        low, high = (list(ends) for ends in zip(*[self._ends(at, sizes) for at in range(len(sizes))], strict=True))
+        plans = {sizes: plan}
+        for _ in range(_CORNERS):
+            corners = (box := Box(tuple(low), tuple(high), self._periods)).corners
+            corner = next((each for each in (corners[0], *reversed(corners)) if each not in plans), None)
+            if corner is None:
+                return (box, {each: plans[each] for each in corners}) if len(corners) > 1 else None
+            if (like := self._like(corner, sizes, plan)) is not None:
+                plans[corner] = like
                 continue
+            number = max(range(len(sizes)), key=lambda at: _ratio(corner[at], sizes[at]))
+            ends, size = low if corner[number] < sizes[number] else high, sizes[number]
+            ratio = _ratio(corner[number], size)
+            ratio = math.sqrt(ratio) if ratio > _NEAR else 1
+            ends[number] = self._sized(number, size, size / ratio if ends is low else size * ratio)
         return None
 
-    def _boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Sizes]]:
-        """Boxes around sizes, the widest first, each with sizes within that tell periods."""
-        for spread in (_SPREAD, 2):
-            ends = [self._ends(sizes, number, spread) for number in range(len(sizes))]
-            box = Box(tuple(low for low, _ in ends), tuple(high for _, high in ends), self._periods)
-            within = sizes if box.tells_periods(sizes) else self._within(box, sizes)
-            taken = (*box.corners, within)
-            if len(box.corners) > 1 and box.tells_periods(within) and all(map(self._allowed, taken)):
-                chosen = {self._divisions.chosen(self._named(one)) for one in taken}
-                if len(chosen) == 1:
-                    yield box, within
+    def _ends(self, number: int, sizes: Sizes) -> tuple[int, int]:
+        """The least and the largest size of a symbol that are tried: itself, where it never had another one."""
+        size, open_ = sizes[number], sum(len(seen) > 1 for seen in self._seen)
+        spread = 1 if len(self._seen[number]) == 1 else _SPREAD ** (1 / open_)
+        low, high = self._sized(number, size, size / spread), self._sized(number, size, size * spread)
+        while low != size and not self._may_be((*sizes[:number], low, *sizes[number + 1 :])):
+            low = self._sized(number, size, (low + size) / 2)
+        while high != size and not self._may_be((*sizes[:number], high, *sizes[number + 1 :])):
+            high = self._sized(number, size, (high + size) / 2)
+        return low, high
+
+    def _sized(self, number: int, size: int, end: float) -> int:
+        """What is the next to an end of a symbol's sizes of those with the remainder of a size, and not beyond it."""
+        return size + int((end - size) / self._periods[number]) * self._periods[number]
 
     def _named(self, sizes: Sizes) -> dict[str, int]:
         return dict(zip(self._symbols, sizes, strict=True))
 
-    def _allowed(self, sizes: Sizes) -> bool:
+    def _may_be(self, sizes: Sizes) -> bool:
         return self._is_allowed(self._named(sizes))
 
-    def _ends(self, sizes: Sizes, number: int, spread: int) -> tuple[int, int]:
-        """The least and the largest size of a symbol: itself, where it never had another one."""
-        size, period = sizes[number], self._periods[number]
-        if len(self._seen[number]) == 1:
-            return size, size
-        fewer, more = (size - max(2, size // spread)) // period, max(2, (spread - 1) * size // period)
+    def _like(self, one: Sizes, sizes: Sizes, plan: ModulePlan) -> ModulePlan | None:
+        """A plan for the one sizes with the outline that the `plan` for sizes has: the cheapest, or one that decides
+        what this one did, and is not much dearer."""
+        chosen = self._divisions.chosen
+        if not self._may_be(one) or chosen(self._named(one)) != chosen(self._named(sizes)):
+            return None
+        try:
+            own = self._plans.of(one)
+            if outline(own) == outline(plan):
+                return own
+            like = None if self._cheapest else self._plans.like(one, sizes)
+        except MeshTensorError:
+            return None
+        alike = like is not None and outline(like) == outline(plan) and like.cost <= _DEARER * own.cost
+        return like if alike else None
 
-        def may_be(times: int) -> bool:
-            return self._allowed((*sizes[:number], size + times * period, *sizes[number + 1 :]))
-
-        while more and not may_be(more):
-            more //= 2
-        while fewer > 0 and not may_be(-fewer):
-            fewer //= 2
-        return size - max(fewer, 0) * period, size + more * period
-
-    def _within(self, box: Box, sizes: Sizes) -> Sizes:
-        """Sizes within that tell periods, as near to the middle as they come."""
-        found = []
-        for low, high, period in zip(box.low, box.high, box.periods, strict=True):
-            steps = (high - low) // period
-            # Two parts without a common factor are next to the middle, unless there are fewer than two parts.
-            at = next((at for at in range(steps // 2, 0, -1) if math.gcd(at, steps - at) == 1), 0)
-            found.append(low + period * at)
+    def _told(self, box: Box, corners: Mapping[Sizes, ModulePlan]) -> Sizes:
+        """The periods that count: those of the function alone for symbols of which no split dim's size depends."""
+        found = list(self._periods if self._cheapest else self._divisions.periods)
+        for number, (low, high) in enumerate(zip(box.low, box.high, strict=True)):
+            for corner, plan in corners.items():
+                other = corners[(*corner[:number], low + high - corner[number], *corner[number + 1 :])]
+                if low == high or _differ_where_split(plan, other):
+                    found[number] = self._periods[number]
         return tuple(found)
+
+
+def _differ_where_split(one: ModulePlan, other: ModulePlan) -> bool:
+    """Whether plans of one outline have other sizes in dims that devices have parts of."""
+    values = other.made.program.values
+    for name, value in one.made.program.values.items():
+        for dim, (size, its) in enumerate(zip(value.shape, values[name].shape, strict=True)):
+            if size != its and (value.sharding.num_shards(dim) > 1 or value.sharding.window(dim) is not None):
+                return True
+    return False
+
+
+def _ratio(one: int, other: int) -> float:
+    return max(one, other) / max(min(one, other), 1)
+
+
+def _within(box: Box) -> Sizes:
+    """Sizes within that tell periods, as near to the middle as they come."""
+    found = []
+    for low, high, period in zip(box.low, box.high, box.periods, strict=True):
+        steps = (high - low) // period
+        # Two parts without a common factor are next to the middle, unless there are fewer than two parts.
+        at = next((at for at in range(steps // 2, 0, -1) if math.gcd(at, steps - at) == 1), 0)
+        found.append(low + period * at)
+    return tuple(found)

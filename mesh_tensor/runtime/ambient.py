@@ -28,11 +28,24 @@ _trace = torch._C._get_tracing_state
 _SMALLEST = 5e-324  # as a factor it is 0 where this thread flushes denormals
 _PRECISIONS = (("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"), ("cuda", "matmul"))
 _EXACT = ("none", "ieee")
+_BREAKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": "mt.as_custom_op makes kernels part of a graph"}
+
+
+def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The function, at which torch.compile breaks its graph, and below which it compiles nothing: it would take what
+    we do for the model's own operations, and fails on process groups."""
+    function.__dict__.update(_BREAKS)
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # an older torch looks at the functions below
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def undisturbed(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """The function, which computes as if torch had been told nothing; refused where torch traces or transforms it."""
 
+    @uncompiled
     @wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         if is_plain():

@@ -114,7 +114,9 @@ def _lies_in(src: Tiles, delivery: Delivery, out: torch.Tensor) -> torch.Tensor 
     if len(places) != 1 or elements != out.numel():
         return None
     ((_, start),) = places
-    view = src[delivery.pieces[0].sources[0][0]].as_strided(out.shape, out.stride(), start)
+    tiles = [src[piece.sources[0][0]] for piece in delivery.pieces]
+    reaching = max(tiles, key=lambda tile: tile.untyped_storage().nbytes())  # of one memory torch may have several
+    view = reaching.as_strided(out.shape, out.stride(), start)
     return view if view.data_ptr() % ALIGNMENT == 0 else None
 
 

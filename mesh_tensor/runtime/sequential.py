@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 from tvm import ir, relax
 
 from mesh_tensor.annotations.names import check_module, flat_arguments, with_flat_parameters
@@ -108,7 +109,7 @@ _KNOWN: WeakKeyDictionary[ir.IRModule, _Known] = WeakKeyDictionary()
 
 def _apart(result: RelaxValue, known: Collection[int]) -> RelaxValue:
     """The result in memory that is none of what is known."""
-    return _map(result, lambda tensor: tensor.clone() if memory_of(tensor) in known else tensor)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if memory_of(tensor) in known else tensor, result)
 
 
 def _arguments(func: relax.Function, signature: ModuleSignature, inputs: Any) -> dict[str, torch.Tensor]:
@@ -125,9 +126,3 @@ def _weights(func: relax.Function) -> dict[str, Any]:
     return {
         var.name_hint: value for var, value in zip(func.params[len(func.params) - len(values) :], values, strict=True)
     }
-
-
-def _map(value: RelaxValue, change: Callable[[torch.Tensor], torch.Tensor]) -> RelaxValue:
-    if isinstance(value, tuple):
-        return tuple(_map(item, change) for item in value)
-    return change(value) if isinstance(value, torch.Tensor) else value

@@ -6,11 +6,12 @@ same, unless something looks at data to decide what comes next (R.If, R.assert_o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mesh_tensor.targets.straight_line import Line, StraightLine, TileCall
 from mesh_tensor.targets.tile_memory import memory_of
@@ -53,25 +54,21 @@ class Recorder:
         """All that was called on a device, on the way to this result, if the next call asks the same."""
         if not self._is_fixed:
             return None
-        tree = self._tree(result)
-        used = set(_names(tree))
+        tree = tree_map_only(torch.Tensor, lambda tensor: _Name(self._names[id(tensor)]), result)
+        used = {leaf.name for leaf in tree_leaves(tree) if isinstance(leaf, _Name)}
         lines: list[Line] = []
         for line in reversed(self._lines):
             ends = tuple([name for name in dict.fromkeys((*line.args, *line.results)) if name not in used])
             used.update(ends)
             lines.append(Line(line.call, line.args, line.results, ends))
-        made_once = frozenset(map(memory_of, (*self._constants.values(), *tensors_of(result))))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        made_once = frozenset(map(memory_of, (*self._constants.values(), *tensors)))
         return Recorded(StraightLine(lines[::-1]), self._inputs, self._constants, tree, made_once, device)
 
     def _named(self, tensor: torch.Tensor) -> str:
         self._count += 1
         self._names[id(tensor)] = name = f"t{self._count}"
         return name
-
-    def _tree(self, value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple([self._tree(item) for item in value])
-        return _Name(self._names[id(value)]) if isinstance(value, torch.Tensor) else value
 
 
 @dataclass(frozen=True)
@@ -103,20 +100,3 @@ class Recorded:
         if isinstance(tree, tuple):
             return tuple([self._of(item, held) for item in tree])
         return held[tree.name] if isinstance(tree, _Name) else tree
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a result."""
-    if isinstance(value, tuple):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, torch.Tensor):
-        yield value
-
-
-def _names(tree: Any) -> Iterator[str]:
-    if isinstance(tree, tuple):
-        for item in tree:
-            yield from _names(item)
-    elif isinstance(tree, _Name):
-        yield tree.name

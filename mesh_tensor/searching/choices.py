@@ -112,10 +112,10 @@ class Space:
 
     def choices(self) -> Iterator[Choice]:
         """Every choice, once."""
-        for model in _divisors(self.devices):
+        for model in divisors(self.devices):
             if model not in self.model:
                 continue
-            for meshes in _divisors(self.devices // model):
+            for meshes in divisors(self.devices // model):
                 data = self.devices // model // meshes
                 if self.batch % data == 0:
                     yield from self._on_meshes(data, model, meshes)
@@ -130,7 +130,7 @@ class Space:
 
     def counts(self, data: int) -> list[int]:
         """How many microbatches a batch can be of which every device has the same rows."""
-        counts = _divisors(self.batch // data)
+        counts = divisors(self.batch // data)
         return [each for each in counts if self.microbatches is None or each in self.microbatches]
 
     def _schedules(self, meshes: int, count: int) -> Iterator[tuple[str, int]]:
@@ -154,8 +154,10 @@ def runs_halves(schedule: str) -> bool:
     return any(action.kind in "IW" for row in made.rows for action in row)
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+def divisors(number: int) -> list[int]:
+    """All of a number, the least first."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
 
 
 @dataclass(frozen=True, order=True)

@@ -13,12 +13,14 @@ from tvm import ir, tirx
 
 from mesh_tensor.annotations.annotate import annotate
 from mesh_tensor.annotations.module_annotations import Annotation
-from mesh_tensor.base.errors import MeshTensorError
+from mesh_tensor.annotations.names import reachable
+from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.fewer_layers import fewer_layers
+from mesh_tensor.plan.manual import NO_AXES, manual_mesh, misplaced_axes
 from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.plan_module import PlanOptions, plan_graph, read_module
 from mesh_tensor.program.program import Program
@@ -51,12 +53,12 @@ class Strategy:
 class Evaluator:
     """Strategies of one function on a machine; the same question is answered once. `planned` counts those that were
     planned, `refused` those of them that can't be. Where four or more layers are alike, it is planned with two and with
-    three of them, and what more take is what the third one does; `in_full` plans all. `graph` and `atoms` are those of
-    the whole function."""
+    three of them, and what more take is what the third one does; `in_full` plans all. `graph`, `atoms` and
+    the `manual` axes are those of the whole function."""
 
     def __init__(self, mod: ir.IRModule, function: str, machine: Machine) -> None:
         self._whole = _Planned(mod, function, machine)
-        self.graph, self.atoms = self._whole.graph, self._whole.atoms
+        self.graph, self.atoms, self.manual = self._whole.graph, self._whole.atoms, self._whole.manual
         small = [fewer for copies in (2, 3) if (fewer := fewer_layers(mod, function, {}, (), copies)) is not None]
         self._layers = small[0].layers if len(small) == 2 else 0
         self._few = [_Planned(fewer.module, function, machine) for fewer in small] if self._layers else []
@@ -103,9 +105,8 @@ class _Planned:
     """A function, planned and simulated for layouts of those of its parameters that are named."""
 
     def __init__(self, mod: ir.IRModule, function: str, machine: Machine) -> None:
-        self.graph, self.atoms = read_module(
-            mod, function, Mesh({"x": 1}), {}, PlanOptions(machine=machine), loops=True
-        )
+        self.manual = manual_mesh(reachable(mod, function).values())
+        self.graph, self.atoms = read_module(mod, function, self.manual, {}, PlanOptions(machine=machine), loops=True)
         self._machine = machine
         self._values = {value.name: value for value in self.graph.params}
 
@@ -119,6 +120,13 @@ class _Planned:
     @uncollected
     def made(self, mesh: Mesh, named: NamedLayouts) -> Strategy:
         """The same, refused with the reason if they can't be planned."""
+        if self.manual != NO_AXES and (wrong := misplaced_axes(self.manual, mesh)):
+            refuse(
+                wrong,
+                where=f"function {self.graph.name!r}, which has manual computations",
+                why="their axes are those of the mesh that the module is distributed over",
+                fix=f"search a mesh that has the axes {dict(self.manual.shape)}, in this order: devices=mt.Mesh(...)",
+            )
         stated = dict(self.graph.annotations)
         for name, layout in named:
             if value := self._values.get(name):

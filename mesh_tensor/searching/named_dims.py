@@ -114,9 +114,12 @@ Colouring = frozenset[tuple[int, str]]  # (number of a named dim, axis)
 Rank = Callable[[Strategy], tuple]
 
 
+_FEW = 64  # colourings
+
+
 class Beam:
     """The `width` best colourings of a mesh at a time, each with one more dim coloured in every way. It ends where that
-    gives nothing better twice in a row, or when `stop` says so."""
+    gives nothing better twice in a row, or when `stop` says so. Where there are few colourings, all are looked at."""
 
     def __init__(
         self, evaluator: Evaluator | KernelEvaluator, dims: Sequence[NamedDim], rank: Rank, width: int
@@ -131,7 +134,8 @@ class Beam:
             return
         yield whole
         beam, seen, best, idle = [empty], {empty}, self._rank(whole), 0
-        while beam and idle < 2 and not stop():
+        few = 2 ** len([*self._more(empty, mesh)]) <= _FEW
+        while beam and (few or idle < 2) and not stop():
             found: list[tuple[tuple, int, Colouring]] = []
             for colouring in (more for each in beam for more in self._more(each, mesh)):
                 if colouring in seen or stop():
@@ -142,7 +146,7 @@ class Beam:
                     found.append((self._rank(strategy), len(found), colouring))
                     yield strategy
             found.sort(key=lambda each: each[:2])
-            beam = [colouring for _, _, colouring in found[: self._width]]
+            beam = [colouring for _, _, colouring in found[: _FEW if few else self._width]]
             idle = 0 if found and found[0][0] < best else idle + 1
             best = min([best, *(rank for rank, _, _ in found[:1])])
 

@@ -26,7 +26,7 @@ from .pipeline_summary import (
     pipeline_why,
 )
 from .stages import adding_seconds, held_bytes_of, reducing_seconds, transfer_seconds
-from .summary import check_count, named_kinds
+from .summary import check_count, named_kinds, per_second, used_share
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,11 +106,11 @@ class PipelineSimulation:
     def utilisation(self, dtype: str, flops: float | None = None) -> float:
         """The share of the machine's peak on `dtype` that is used; `flops` are the operations that count, of one
         device (a model's own, say): all of them if they are left out."""
-        return (self.flops if flops is None else flops) / (self.time * self.machine.peak(dtype)) if self.time else 0.0
+        return used_share(self.machine, dtype, self.flops if flops is None else flops, self.time)
 
     def per_second(self, count: float) -> float:
         """How many there are per second, of what there are `count` per batch (tokens, images)."""
-        return count / self.time if self.time else 0.0
+        return per_second(count, self.time)
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:

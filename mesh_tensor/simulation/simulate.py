@@ -21,7 +21,7 @@ from mesh_tensor.program.verify import held_bytes
 from .costs import COMPUTE
 from .pipelines import PipelineSimulation, simulate_pipeline
 from .streams import RUN, WAIT, Events, called_seconds, critical, play
-from .summary import Group, check_count, groups, named_kinds, page, table, trace, why
+from .summary import Group, check_count, groups, named_kinds, page, per_second, table, trace, used_share, why
 
 
 def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | PipelineSimulation:
@@ -132,31 +132,36 @@ class Simulation:
     def utilisation(self, dtype: str, flops: float | None = None) -> float:
         """The share of the machine's peak on `dtype` that is used; `flops` are the operations that count, of one
         device (a model's own, say): all of them if they are left out."""
-        return (self.flops if flops is None else flops) / (self.time * self.machine.peak(dtype)) if self.time else 0.0
+        return used_share(self.machine, dtype, self.flops if flops is None else flops, self.time)
 
     def per_second(self, count: float) -> float:
         """How many there are per second, of what there are `count` per run (tokens, images)."""
-        return count / self.time if self.time else 0.0
+        return per_second(count, self.time)
 
     @cached_property
     def steps(self) -> tuple[StepTime, ...]:
         """Every step that takes time, or that is waited for."""
-        names = ["device", *(link.name for link in self.machine.links)]
-        found = []
-        for (event, cost), number, end in zip(self._timed(), self._events.steps, self._ends, strict=True):
-            if event.kind != WAIT:
-                stream = names[cost.stream + 1]
-                start, held = end - event.seconds, self.held[number]
-                found.append(StepTime(number, cost.kind, stream, start, end, cost.bound, cost.flops, cost.nbytes, held))
-        return tuple(found)
+        return tuple(step for step in self._by_event if step is not None)
 
     @cached_property
     def critical_path(self) -> tuple[StepTime, ...]:
         """The steps that the end waited for, one after the other."""
-        by_step = {step.number: step for step in self.steps}
-        path = critical(self._events.all, self._ends, self.machine.busy)
-        numbers = [self._events.steps[each] for each in path]
-        return tuple(by_step[number] for number in numbers if number in by_step)
+        found = [self._by_event[each] for each in critical(self._events.all, self._ends, self.machine.busy)]
+        return tuple(step for step in found if step is not None)
+
+    @cached_property
+    def _by_event(self) -> list[StepTime | None]:
+        """The step of every event; those that only wait have none."""
+        names = ["device", *(link.name for link in self.machine.links)]
+        found: list[StepTime | None] = []
+        for (event, cost), number, end in zip(self._timed(), self._events.steps, self._ends, strict=True):
+            if event.kind == WAIT:
+                found.append(None)
+                continue
+            stream = names[cost.stream + 1]
+            start, held = end - event.seconds, self.held[number]
+            found.append(StepTime(number, cost.kind, stream, start, end, cost.bound, cost.flops, cost.nbytes, held))
+        return found
 
     def groups(self) -> list[Group]:
         """The steps by kind, the dearest first, with their share of the critical path and the time without them."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
+from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine_checks import check_number
 
 if TYPE_CHECKING:
     from .simulate import Simulation, StepTime
@@ -95,6 +97,19 @@ def table(simulation: Simulation) -> str:
             + (f"{group.flops:,}", f"{group.nbytes:,}", in_seconds(group.without))
         )
     return "\n".join([*head, *columns(rows)])
+
+
+def used_share(machine: Machine, dtype: object, flops: float, time: float) -> float:
+    """The share of the machine's peak on a dtype that so many operations of a device in so many seconds are."""
+    check_number("flops", flops, where="utilisation", fix="give the operations of one device: a number from 0 up")
+    peak = machine.peak(dtype)
+    return flops / (time * peak) if time else 0.0
+
+
+def per_second(count: float, time: float) -> float:
+    """How many there are per second, of so many in so many seconds."""
+    check_number("count", count, where="per_second", fix="say how many there are in all: a number from 0 up")
+    return count / time if time else 0.0
 
 
 def check_count(most: object) -> None:
@@ -188,7 +203,7 @@ def page(simulation: Simulation, path: str | Path | None) -> str:
     scale = (WIDTH - LEFT) / made.time if made.time else 0.0
     shown = sorted(made.steps, key=lambda step: step.start - step.end)[:_MOST]
     kinds = {group.kind: number for number, group in enumerate(made.groups())}
-    critical = {step.number for step in made.critical_path}
+    critical = set(made.critical_path)
     bars = [_bar(step, streams.index(step.stream) * ROW, scale, kinds[step.kind], critical) for step in shown]
     names = [label(name, i * ROW + 20) for i, name in enumerate(streams)]
     left_out = len(made.steps) - len(shown)
@@ -212,9 +227,9 @@ def written(title: str, note: str, drawn: str, height: int, texts: Sequence[str]
     return text
 
 
-def _bar(step: StepTime, y: int, scale: float, kind: int, critical: set[int]) -> str:
+def _bar(step: StepTime, y: int, scale: float, kind: int, critical: Collection[StepTime]) -> str:
     words = f"{step.kind}: {(step.end - step.start) * 1e6:.1f} us, bound by {step.bound}, step {step.number}"
-    edge = ' stroke="#000" stroke-width="0.5"' if step.number in critical else ""
+    edge = ' stroke="#000" stroke-width="0.5"' if step in critical else ""
     return rect(words, step.start, step.end, y, scale, kind, edge)
 
 

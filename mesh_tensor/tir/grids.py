@@ -35,7 +35,7 @@ def grids_of(func: tirx.PrimFunc) -> Grids:
     func = without_grid_barriers(func)
     root = func.body.block if isinstance(func.body, tirx.SBlockRealize) else None
     stmts = statements(func.body if root is None else root.body)
-    kernels = [stmt for stmt in stmts if _has_kernel(stmt)]
+    kernels = [stmt for stmt in stmts if any(block.name_hint == "tilelang_root" for block in nodes(stmt, tirx.SBlock))]
     if len(kernels) < 2:
         return Grids((func,))
     others = [stmt for stmt in stmts if stmt not in kernels and not isinstance(stmt, tirx.Bind)]
@@ -79,10 +79,6 @@ def _alone(func: tirx.PrimFunc, stmts: Sequence[tirx.Stmt], own: dict[tirx.Buffe
             kept[param] = buffer
     params = [p for p in (*func.params, *own.values()) if p in kept or (p in func.params and p not in func.buffer_map)]
     return tirx.PrimFunc(params, body, func.ret_type, {p: kept[p] for p in params if p in kept}, func.attrs)
-
-
-def _has_kernel(stmt: tirx.Stmt) -> bool:
-    return any(block.name_hint == "tilelang_root" for block in nodes(stmt, tirx.SBlock))
 
 
 def zeros_like(buffer: tirx.Buffer) -> tirx.PrimFunc:

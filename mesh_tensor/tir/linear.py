@@ -13,6 +13,7 @@ from tvm import arith, ir, tirx
 
 from .effects import op_name
 from .nodes import nodes
+from .prover import Prover
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Linear:
 
     def same_as(self, other: Linear) -> bool:
         return self.const == other.const and self.terms == other.terms
+
+    @property
+    def variable(self) -> Any:
+        """The variable that it is; None if it is anything else."""
+        return next(iter(self.terms)) if not self.const and list(self.terms.values()) == [1] else None
 
     @cached_property
     def key(self) -> tuple:
@@ -110,10 +116,10 @@ def loops_in(body: tirx.Stmt) -> list[tirx.For]:
     return nodes(body, tirx.For)[::-1]
 
 
-def loop_ranges(body: tirx.Stmt, buffers: Iterable[tirx.Buffer] = ()) -> arith.Analyzer:
-    """An analyzer that knows the range of every loop's and every block's variables, and that the sizes of `buffers` are
+def loop_ranges(body: tirx.Stmt, buffers: Iterable[tirx.Buffer] = ()) -> Prover:
+    """A prover that knows the range of every loop's and every block's variables, and that the sizes of `buffers` are
     not negative."""
-    analyzer = arith.Analyzer()
+    analyzer = Prover()
     for buffer in buffers:
         for size in buffer.shape:
             if isinstance(size, tirx.Var):

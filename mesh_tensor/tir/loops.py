@@ -21,6 +21,7 @@ from tvm import arith, tirx
 from .effects import leaves_kernel, leaves_loop
 from .linear import loop_ranges, loops_in
 from .nodes import is_const, nodes
+from .prover import Prover
 from .user_reports import prints
 
 #: Marks a loop that `lengthen` made.
@@ -112,7 +113,7 @@ def _limits(condition: tirx.PrimExpr, var: tirx.Var) -> tuple[list[tirx.PrimExpr
         is_below, or_equal = _COMPARISONS[type(part)]
         difference = part.a - part.b if is_below else part.b - part.a  # < 0, or <= 0
         at_0, at_1 = (tirx.stmt_functor.substitute(difference, {var: tirx.IntImm(var.dtype, n)}) for n in (0, 1))
-        analyzer = arith.Analyzer()
+        analyzer = Prover()
         if not analyzer.can_prove_equal(difference, at_0 + (at_1 - at_0) * var):
             return None
         if analyzer.can_prove_equal(at_1 - at_0, 1):

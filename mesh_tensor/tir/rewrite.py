@@ -190,6 +190,11 @@ def with_other_dims(body: tirx.Stmt, buffers: Mapping[tirx.Buffer, tirx.Buffer],
     return None if problems else body
 
 
+def buffer_like(buffer: tirx.Buffer, suffix: str) -> tirx.Buffer:
+    """A buffer of its own, of the same shape, dtype and scope, with a longer name."""
+    return tirx.decl_buffer(buffer.shape, buffer.dtype, f"{buffer.name}_{suffix}", scope=buffer.scope())
+
+
 def reshaped(buffer: tirx.Buffer, shape: Sequence) -> tirx.Buffer:
     """The buffer with another shape; same data variable, name, dtype and scope; rows stay contiguous."""
     return tirx.decl_buffer(

@@ -1,6 +1,7 @@
 """The command line: what it prints and writes, and what it refuses."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -87,11 +88,14 @@ def test_machines(capsys):
         (["simulate", "{file}:kernel", "--machine", "x100"], "there is no machine 'x100'"),
         (["simulate", "{file}:kernel", "--machine", "foo.json"], "there is no file 'foo.json'"),
         (["simulate", "{file}:kernel", "--machine", "at/foo"], "or one of 'cpu', 'laptop', 'v100', 'a100', 'h100'"),
+        (["simulate", "{file}:kernel", "--machine", "{file}.bin"], "a machine's text is no JSON"),
         (["search", "{file}:number", "--devices", "2"], "search"),
+        (["search", "{file}:kernel", "--devices", "2", "--save", "f"], "a search over a kernel's layouts is not saved"),
         (["search", "{file}:model", "--devices", "2", "--memory-limit", "1"], "no strategy fits into 1 bytes"),
     ],
 )
 def test_refusals_are_told_on_stderr(file, capsys, arguments, fact):
+    Path(f"{file}.bin").write_bytes(b"\xff\xfe\x00")
     assert main([argument.replace("{file}", str(file)) for argument in arguments]) == 1
     said = capsys.readouterr()
     assert fact in said.err

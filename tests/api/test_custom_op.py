@@ -6,7 +6,7 @@ import torch
 import mesh_tensor as mt
 from kernels.matmul import matmul
 from tests.runtime.programs import accumulate_kernel
-from tests.runtime.ranks.compiled_bodies import compiled_model, uneven_columns
+from tests.runtime.ranks.compiled_bodies import compiled_around, compiled_model, uneven_columns
 from tests.runtime.ranks.launcher import run
 
 MESH = {"x": 2}
@@ -42,6 +42,11 @@ def test_what_is_updated_in_place():
 
 def test_on_ranks():
     run(compiled_model, 2)
+
+
+def test_kernels_that_are_no_operations_on_ranks():
+    """torch.compile looked into process groups, and ended the mesh."""
+    run(compiled_around, 2)
 
 
 def test_uneven_columns_on_ranks():

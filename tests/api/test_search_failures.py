@@ -72,4 +72,4 @@ def test_no_module():
 def test_no_time_to_measure_a_machine(seconds):
     with pytest.raises(mt.MeshTensorError, match="Machine.measure") as caught:
         mt.Machine.measure(seconds)
-    assert f"seconds={seconds!r}" in str(caught.value)
+    assert f"seconds is {seconds!r}" in str(caught.value)

@@ -105,10 +105,21 @@ def test_the_first_tile_has_to_hold_the_first_block():
     assert "the first tile of 4 holds no block of 8" in text
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_what_only_looks_like_a_state_stays_whole(wrong):
+def test_of_one_row_a_program():
+    """Loops over the only row carry nothing from one iteration to another."""
+    made = steps(online(8, 1024, 16, row_block=1), {"x": 2}, columns("x"))
+    assert made == steps(online(8, 1024, 16), {"x": 2}, columns("x"))
+    x, v = torch.randn(8, 61) * 3, torch.randn(61, 16)
+    close(compiled(online(8, 61, 16, row_block=1), {"x": 3}, columns("x"))(x, v), online_reference(x, v))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "row_block"),
+    [*((wrong, 4) for wrong in WRONG), *((wrong, 1) for wrong in WRONG if wrong != "another row")],
+)
+def test_what_only_looks_like_a_state_stays_whole(wrong, row_block):
     x, v = torch.randn(8, 64).abs(), torch.randn(64, 16)
-    func = online(8, 64, 16, wrong=wrong)
+    func = online(8, 64, 16, wrong=wrong, row_block=row_block)
     kernel = compiled(func, {"x": 2}, columns("x"), poison=False)
     assert "all_gather" in kernel.explain()
     close(kernel(x, v), alone(func, x, v))

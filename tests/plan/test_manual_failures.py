@@ -117,4 +117,8 @@ def test_what_is_stated():
 
 def test_gradients_and_searches():
     mod = rows(out={"x": 0})
-    refused(lambda: mt.search(mod, devices=2), "searches, which choose one, take none")
+    for axes in ({"x": 4}, {"y": 2}):
+        refused(lambda axes=axes: mt.search(mod, devices=4, meshes=[axes]), "axis 'x' of 2 devices", "devices=mt.Mesh")
+    both = rows(mesh={"x": 2, "y": 2}, out={"x": 0}, axes=["x", "y"])
+    refused(lambda: mt.search(both, devices=4, meshes=[{"y": 2, "x": 2}]), "are 'x', 'y', but 'y', 'x' in the mesh")
+    refused(lambda: mt.search(both, devices=6), "has 6 in Mesh", "{'x': 2, 'y': 2}, in this order")

@@ -12,6 +12,7 @@ from tests.random_kernels.spec import Block, Case, Line, Param, render
 from tests.random_kernels.strategy import make_shardings
 
 from .blocks import Carried
+from .looked_up import looked_up
 from .orders import grid, walk
 from .reads import test, value
 from .scene import Dim, Scene
@@ -30,7 +31,7 @@ def make_scene(random: Random) -> Scene:
         scene.dims[name] = Dim(name, size, block)
     for _ in range(scene.pick((1, 1, 1, 2, 2, 3))):
         before = len(scene.made)
-        scene.pick((_states, _states, _states, _elements, _split))(scene)
+        scene.pick((_states, _states, _states, _elements, _split, looked_up))(scene)
         for number in range(before, len(scene.made)):
             made = scene.made[number]
             scene.made[number] = Param(made.name, made.shape, made.dtype, "done", made.below, made.dims)
@@ -171,7 +172,8 @@ def make_case(number: int) -> Case:
 
 def _natural(random: Random, params: tuple[Param, ...], mesh: dict[str, int]) -> dict[str, dict]:
     """Every axis splits one dim of all that has it, but for a few; what has none of them says nothing."""
-    common = {axis: random.choice("kkkkmmn") for axis in mesh}
+    looks_up = any("v" in param.dims for param in params)
+    common = {axis: random.choice("vvvkmmn" if looks_up else "kkkkmmn") for axis in mesh}
     found: dict[str, dict] = {}
     for param in params:
         lies = {axis: param.dims.index(dim) for axis, dim in common.items() if dim in param.dims}

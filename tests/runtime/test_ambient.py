@@ -168,6 +168,24 @@ def test_threads_of_devices_compute_as_their_caller():
     threads.close()
 
 
+@pytest.mark.parametrize("what", ["kernel", "module"])
+def test_a_compiled_graph_ends_where_a_call_begins(what):
+    """torch.compile went on below our functions, and compiled what they do: on ranks it ended the mesh."""
+    given, graphs = Given(f"compiled_{what}"), []
+    call = given.c if what == "kernel" else given.module
+    rest = (given.b,) if what == "kernel" else ()
+
+    def compiler(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def model(a):
+        return call(a + 1, *rest) * 2
+
+    assert torch.equal(torch.compile(model, backend=compiler)(given.a), model(given.a))
+    assert len(graphs) == 2  # of what is before the call, and of what is behind it
+
+
 def test_precision_is_set_aside_until_the_last_call_ends(monkeypatch):
     """Two calls at a time: the first one to end leaves the other its precision."""
     inside, first_ended, seen, full = threading.Event(), threading.Event(), [], torch.full

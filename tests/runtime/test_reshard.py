@@ -130,6 +130,16 @@ def test_windows_on_tiles_that_lie_side_by_side(window, borrowed):
     assert [tile.untyped_storage().data_ptr() == memory for tile in found] == borrowed
 
 
+def test_tiles_of_one_memory_in_storages_of_different_lengths():
+    """As from numpy: the first one ends where its tile does."""
+    mesh, tensor = Mesh({"x": 2}), torch.randn(1024, 512)
+    tiles = [torch.from_numpy(tensor.numpy()[:512]), torch.from_numpy(tensor.numpy())[512:]]
+    src, dst = Sharding.parse(mesh, 2, "S[0]"), Sharding.parse(mesh, 2, "R")
+    found = [torch.empty_like(tensor) for _ in range(2)]
+    Reshard(tensor.shape, tensor.dtype, src, dst)(tiles, found, share=True, borrow=True)
+    assert all(tile.data_ptr() == tensor.data_ptr() and torch.equal(tile, tensor) for tile in found)
+
+
 def test_tiles_apart_are_copied():
     mesh, tensor = Mesh({"x": 2}), torch.randn(1024, 512)
     tiles = [half.clone() for half in tensor.split(512)]

@@ -186,6 +186,15 @@ def test_loops_find_what_their_last_turn_left_in_near_memory():
     assert times[0] == pytest.approx(times[1])
 
 
+def test_every_turn_of_a_loop_is_on_the_critical_path():
+    """Nothing runs beside anything on one device: all steps are, in loops as written out."""
+    for make in (looped, unrolled):
+        run = mt.distribute_module(make(Loop([(2, 64)], [(64, 64), (5, 2, 64)], [(2, 64)], recurrent), 5), {"x": 1})
+        made = mt.simulate(run, FAST)
+        assert made.critical_path == made.steps
+        assert sum(group.critical for group in made.groups()) == pytest.approx(made.time)
+
+
 def test_attention_reduces_its_scores_between_its_products():
     """Where reductions are slow, heads half as long (as many scores, half the operations) take more than half."""
 

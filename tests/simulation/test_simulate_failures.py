@@ -1,6 +1,10 @@
 """What can't be simulated."""
 
+import math
+
+import numpy as np
 import pytest
+import torch
 from tilelang import language as T
 
 import mesh_tensor as mt
@@ -69,3 +73,14 @@ def test_no_number_of_what_costs_most(most):
 def test_a_dtype_that_there_is_not():
     with pytest.raises(mt.MeshTensorError, match="no numpy dtype for 'nope'"):
         mt.Machine.preset("h100").peak("nope")
+
+
+@pytest.mark.parametrize("number", ["a", None, -1, math.nan, math.inf, True, torch.tensor([1.0, 2.0])])
+def test_no_numbers_of_what_is_made(number):
+    made = mt.simulate(kernel(), "h100")
+    with pytest.raises(mt.MeshTensorError, match="(?s)count is .*say how many there are in all"):
+        made.per_second(number)
+    if number is not None:
+        with pytest.raises(mt.MeshTensorError, match="(?s)flops is .*the operations of one device"):
+            made.utilisation("float32", number)
+    assert made.per_second(np.int64(3)) == made.per_second(3.0)

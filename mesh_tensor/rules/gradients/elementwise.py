@@ -87,8 +87,7 @@ def where(b: Backward) -> Sequence[Gradient]:
 def ewise_fma(b: Backward) -> Sequence[Gradient]:
     """Of a * b + c."""
     left, right, _ = b.operands
-    made = [lambda: op.multiply(b.d, right), lambda: op.multiply(b.d, left), lambda: b.d]
-    return [b.summed(b.emit(make()), n) if b.wanted[n] else None for n, make in enumerate(made)]
+    return _each(b, [lambda: op.multiply(b.d, right), lambda: op.multiply(b.d, left), lambda: b.d])
 
 
 @gradient("power", "maximum", "minimum", "atan2", "log_add_exp", "mod", "floor_mod")

@@ -42,7 +42,7 @@ class Distance:
     def __init__(self, form: Linear, most: int, loops: Mapping[tirx.Var, Loop], analyzer: arith.Analyzer) -> None:
         self._outer, self._step = form.ordered[0]
         self._rest = dict(form.ordered[1:])
-        self._most, self._loops, self._analyzer = most, loops, analyzer
+        self._along, self._loops, self._analyzer = Interval(Fraction(0), Fraction(most)), loops, analyzer
 
     def best(self, expr: tirx.PrimExpr) -> tuple[Fraction, Interval] | None:
         """A slope, and the bounds of `expr - slope * coordinate`: the closest ones; None if there are none."""
@@ -125,7 +125,7 @@ class Distance:
                 return None
             total += bounds.scaled(count)
             left -= slope * count
-        return total + Interval(Fraction(0), Fraction(self._most)).scaled(-left)
+        return total + self._along.scaled(-left)
 
     def _opaque(self, expr: tirx.PrimExpr, slope: Fraction) -> Interval | None:
         if isinstance(expr, tirx.Var):
@@ -139,16 +139,12 @@ class Distance:
             bounds = self.bounds(expr.a, slope * divisor)
             return bounds and Interval((bounds.low - (divisor - 1)) / divisor, bounds.high / divisor)
         if isinstance(expr, tirx.FloorMod) and divisor:
-            return Interval(Fraction(0), Fraction(divisor - 1)) + self._sloping(slope)
+            return Interval(Fraction(0), Fraction(divisor - 1)) + self._along.scaled(-slope)
         if op_name(expr) == "tirx.if_then_else" or isinstance(expr, tirx.Select):
             branches = expr.args[1:] if isinstance(expr, tirx.Call) else (expr.true_value, expr.false_value)
             a, b = (self.bounds(branch, slope) for branch in branches)
             return None if a is None or b is None else a.hull(b)
         return None
-
-    def _sloping(self, slope: Fraction) -> Interval:
-        """Bounds of `-slope * coordinate`."""
-        return Interval(Fraction(0), Fraction(self._most)).scaled(-slope)
 
     def _loop(self, var: tirx.Var, slope: Fraction) -> Interval | None:
         """A loop's variable is its start at least, and its end, less 1, at most."""

@@ -62,8 +62,8 @@ def _keeps_finite(iteration: Iteration, statement: Statement, write: Access, dim
         or not isinstance(statement.node, tirx.BufferStore)
     ):
         return False
-    var = next(iter(form.terms), None) if form is not None and not form.const else None
-    if form is None or var is None or form.terms != {var: 1} or not _starts_at_0(statement, var):
+    var = None if form is None else form.variable
+    if var is None or not any(loop.var.same_as(var) and is_const(loop.min, 0) for loop in statement.loops):
         return False
     first = tirx.stmt_functor.substitute(statement.values[0], {var: tirx.IntImm(var.dtype, 0)})
     return all(_finite([part]) for part in _chosen(iteration, first, statement))
@@ -77,10 +77,7 @@ def _chosen(iteration: Iteration, expr: tirx.PrimExpr, statement: Statement) -> 
     condition, then, otherwise = expr.args
     analyzer = iteration.kernel.analyzer
     known = [c for c in statement.conditions if not loads(c)]
-    inside: tirx.PrimExpr = tirx.const(True, "bool")
-    for loop in statement.loops:
-        inside = tirx.And(inside, tirx.And(loop.var >= loop.min, loop.var < loop.min + loop.extent))
-    given, wanted = _without_loads([tirx.all(inside, *known), condition], iteration.kernel)
+    given, wanted = _without_loads([tirx.all(statement.ranges, *known), condition], iteration.kernel)
     with analyzer.constraint_scope(given):
         certain = analyzer.can_prove(wanted)
         never = not certain and analyzer.can_prove(tirx.Not(wanted))
@@ -129,7 +126,3 @@ def _keeps(expr: tirx.PrimExpr) -> bool:
     if isinstance(expr, tirx.Div):
         return bool(number(expr.b))
     return op_name(expr) in _FINITE_OPS
-
-
-def _starts_at_0(statement: Statement, var: tirx.Var) -> bool:
-    return any(loop.var.same_as(var) and is_const(loop.min, 0) for loop in statement.loops)

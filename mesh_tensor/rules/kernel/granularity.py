@@ -22,13 +22,13 @@ from mesh_tensor.tir.double_loops import unfuse
 from mesh_tensor.tir.effects import thread_indices
 from mesh_tensor.tir.linear import Linear
 from mesh_tensor.tir.nodes import int_or, loads
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims
 from mesh_tensor.tir.tile_ops import Copy
 from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views
 
 from .factor_derivation import Dim
-from .prover import RangeProver
 from .reader import read_kernel
 from .statements import Kernel, Statement
 
@@ -174,7 +174,7 @@ def _programs(kernel: Kernel, whole: Sequence[Dim]) -> dict[Dim, int]:
     return found
 
 
-def _is_in_blocks(kernel: Kernel, dim: Dim, length: int, program: tirx.Var, analyzer: RangeProver) -> bool:
+def _is_in_blocks(kernel: Kernel, dim: Dim, length: int, program: tirx.Var, analyzer: Prover) -> bool:
     """Whether all places of a dim at which something is accessed are in the program's block of it."""
     accesses = (access for statement in kernel.statements for access in statement.accesses)
     places = [a.indices[dim[1]] for a in accesses if a.buffer.same_as(kernel.params[dim[0]])]
@@ -255,9 +255,9 @@ def _ratio(fine: int | None, coarse: int | None) -> int | None:
     return fine // coarse
 
 
-def _ranges(kernel: Kernel) -> RangeProver:
+def _ranges(kernel: Kernel) -> Prover:
     """What proves what holds of the values of loops, of threads and of what is bound to these."""
-    analyzer = RangeProver()
+    analyzer = Prover()
     for loop in kernel.loops.values():
         analyzer.bind(loop.var, ir.Range.from_min_extent(loop.min, loop.extent))
     for var, count in thread_indices(kernel.func).items():

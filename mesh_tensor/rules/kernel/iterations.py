@@ -180,15 +180,19 @@ class Iteration(Expressions):
 
     def _repeats(self, statement: Statement) -> bool:
         """Whether one iteration runs the statement more than once on an element."""
+        return bool(self._over(statement))
+
+    def _over(self, statement: Statement) -> set[tirx.Var]:
+        """What a statement walks in one iteration, and its target does not."""
         indexed = {v for form in statement.target.forms if form is not None for v in form.terms}
-        return any(x.var in self._inner and x.var not in indexed for x in statement.loops)
+        return {x.var for x in statement.loops if x.var in self._inner and not x.runs_once} - indexed
 
     def _operand(self, statement: Statement) -> StateValue | None:
         """What the statement stores, or combines with its target."""
         record = statement.tile_op
         if record is None or not record.sources:
             return self._expr(statement.values[0], statement) if statement.values else None
-        if self.ordered and all(self._is_free_load(access, statement) for access in statement.reads):
+        if self.ordered and all(self._is_free_load(access) for access in statement.reads):
             return independent(Level.POINT)
         if not isinstance(record, (Copy, Gemm, Reduce)) or record.reduction not in (None, "sum", "max"):
             return None
@@ -203,8 +207,7 @@ class Iteration(Expressions):
 
     def _combined(self, statement: Statement, operand: StateValue) -> StateValue | None:
         """The operand, combined over what the statement walks of it and its target does not."""
-        indexed = {v for form in statement.target.forms if form is not None for v in form.terms}
-        over = {x.var for x in statement.loops if x.var in self._inner} - indexed
+        over = self._over(statement)
         if self.ordered and operand.part is not None and (over or statement.fresh):
             return independent(Level.POINT) if statement.fresh or statement.op in ("sum", "max") else None
         if not self.ordered and not self.coordinates.walks(statement.target, self.factor):
@@ -216,7 +219,7 @@ class Iteration(Expressions):
                 return None
         return _over_others(statement, operand) if over and operand.part is None else operand
 
-    def _is_free_load(self, access: Access, statement: Statement) -> bool:
+    def _is_free_load(self, access: Access) -> bool:
         value = self._load(access)
         return value is not None and value.part is not None
 

@@ -147,7 +147,8 @@ class LiveRanges:
         for buffer in exposed & set(env):
             root = self._union(before.get(buffer, set()) | env[buffer])
             env[buffer] = {root}
-            self._carried[root].add(loop.var)
+            if not loop.runs_once:
+                self._carried[root].add(loop.var)
         if not _runs_at_least_once(loop):
             for buffer, ids in before.items():
                 env[buffer] = env.get(buffer, set()) | ids

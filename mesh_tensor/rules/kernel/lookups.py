@@ -24,8 +24,7 @@ from .coordinates import Coordinates
 from .data_indices import is_bound_to_loads, is_loaded, only_writes, takes_one
 from .factor_derivation import Dim
 from .factors import Factor
-from .looked_up_products import LookedUpProducts, Use
-from .owned_programs import owned_programs
+from .owned_programs import LookedUpProducts, Use, owned_programs
 from .partial_values import PartialValues
 from .reader import known_uses
 from .reductions import Reduction

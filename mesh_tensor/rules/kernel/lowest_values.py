@@ -128,9 +128,9 @@ def _places(target: Access, forms: Sequence[Linear]) -> dict[tirx.Var, Linear] |
             return None
         if not own.terms and not form.terms and own.const == form.const:
             continue
-        if own.const or len(own.terms) != 1 or set(own.terms.values()) != {1} or own.terms.keys() & places.keys():
+        if own.variable is None or own.variable in places:
             return None
-        places[next(iter(own.terms))] = form
+        places[own.variable] = form
     return places
 
 
@@ -170,11 +170,8 @@ def _goes_through(loop: Loop, place: int, step: int) -> bool:
 
 
 def _same_range(a: Loop, b: Loop) -> bool:
-    return all(x.same_as(y) or (number(x) is not None and number(x) == number(y)) for x, y in _ends(a, b))
-
-
-def _ends(a: Loop, b: Loop) -> list[tuple[tirx.PrimExpr, tirx.PrimExpr]]:
-    return [(a.min, b.min), (a.extent, b.extent)]
+    ends = (a.min, b.min), (a.extent, b.extent)
+    return all(x.same_as(y) or (number(x) is not None and number(x) == number(y)) for x, y in ends)
 
 
 def _same_forms(a: Sequence[Linear], b: Sequence[Linear]) -> bool:

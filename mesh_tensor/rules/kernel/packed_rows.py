@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 
 from tvm import arith, tirx
 
-from mesh_tensor.tir.linear import Linear, linear_form, loop_ranges, vars_of
-from mesh_tensor.tir.nodes import loads, nodes
+from mesh_tensor.tir.linear import linear_form, loop_ranges, vars_of
+from mesh_tensor.tir.nodes import loads
 from mesh_tensor.tir.tile_ops import Copy
 
 from .coordinates import Coordinates
-from .data_indices import only_writes
+from .data_indices import deciding, only_writes
 from .factor_derivation import Dim
 from .factors import Factor
 from .reader import known_uses, read_kernel
@@ -76,8 +76,8 @@ def _row(
     is_settled = all(_is_settled(kernel, load.buffer) for load in loads(start))
     if not loads(start) or not vars_of([start], {}) <= known or not is_settled:
         return None
-    counted = _single(linear_form(analyzer.simplify(index - start), {}))
-    return None if counted is None else (start, counted)
+    counted = linear_form(analyzer.simplify(index - start), {})
+    return None if counted is None or counted.variable is None else (start, counted.variable)
 
 
 def _is_settled(kernel: Kernel, buffer: tirx.Buffer) -> bool:
@@ -87,14 +87,6 @@ def _is_settled(kernel: Kernel, buffer: tirx.Buffer) -> bool:
     last = max((statement.top for statement in kernel.statements if statement.writes(buffer)), default=-1)
     users = (s for s in kernel.statements if not s.writes(buffer) and any(a.buffer.same_as(buffer) for a in s.reads))
     return buffer.scope() != "global" and all(statement.top > last for statement in users)
-
-
-def _single(form: Linear | None) -> tirx.Var | None:
-    """The variable that a form is, None if it is anything else."""
-    if form is None or form.const or len(form.terms) != 1:
-        return None
-    ((var, step),) = form.terms.items()
-    return var if step == 1 else None
 
 
 class _Rows:
@@ -130,7 +122,7 @@ class _Rows:
         target = statement.target
         if self._kernel.is_param(target.buffer):
             return target.buffer in self._params and self._counted(statement, target) in rows
-        dims = [dim for dim, form in enumerate(target.forms) if _single(form) in rows]
+        dims = [dim for dim, form in enumerate(target.forms) if form is not None and form.variable in rows]
         return len(dims) == 1 and self._chip.setdefault(target.buffer, dims[0]) == dims[0]
 
     def _is_of_rows(self, buffer: tirx.Buffer) -> bool:
@@ -139,17 +131,15 @@ class _Rows:
     def _counted(self, statement: Statement, access: Access) -> tirx.Var | None:
         """The loop that counts the rows of an access."""
         if access.buffer in self._chip:
-            return _single(access.forms[self._chip[access.buffer]])
+            form = access.forms[self._chip[access.buffer]]
+            return None if form is None else form.variable
         row = _row(self._kernel, statement, access, self._params[access.buffer], self._analyzer)
         return None if row is None else row[1]
 
     def _decides(self, statement: Statement) -> bool:
         """Whether what is made of rows, which may be of others, says where something is, how often something is done,
         or what integers are divided by."""
-        places = [index for access in statement.accesses for index in access.indices]
-        divisions = [d for v in statement.values for d in nodes(v, tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)]
-        divisors = [division.b for division in divisions if division.dtype.startswith(("int", "uint"))]
-        used = [without_binds(expr, self._kernel) for expr in (*places, *statement.bounds, *divisors)]
+        used = [without_binds(expr, self._kernel) for expr in (*deciding(statement), *statement.bounds)]
         return any(self._is_of_rows(load.buffer) for expr in used for load in loads(expr))
 
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from tvm import tirx
 
 from mesh_tensor.tir.linear import vars_of
-from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.rewrite import block_like, region_call, reshaped, with_args
+from mesh_tensor.tir.nodes import int_or, nodes
+from mesh_tensor.tir.rewrite import block_like, exchange_buffers, region_call, reshaped, with_args
 from mesh_tensor.tir.tile_ops import Gemm, TileOp, parse_tile_op
 
-from .padded_rows import Node, PaddedRows, length_of
+from .padded_rows import Node, PaddedRows
 from .reader import read_kernel
 from .statements import Access, Kernel, Statement
 
@@ -130,18 +130,10 @@ def _positions(record: TileOp) -> dict[int, int]:
 def _on(body: tirx.Stmt, buffers: Mapping[tirx.Buffer, tirx.Buffer]) -> tirx.Stmt:
     """The statement on other buffers, which it allocates, too."""
 
-    def exchange(node: tirx.BufferLoad | tirx.BufferStore | tirx.SBlock) -> object:
-        if isinstance(node, tirx.SBlock):
-            allocs = [buffers.get(buffer, buffer) for buffer in node.alloc_buffers]
-            return block_like(node, node.body, allocs)
-        if node.buffer not in buffers:
-            return None
-        if isinstance(node, tirx.BufferLoad):
-            return tirx.BufferLoad(buffers[node.buffer], node.indices)
-        return tirx.BufferStore(buffers[node.buffer], node.value, node.indices)
+    def allocating(block: tirx.SBlock) -> tirx.SBlock:
+        return block_like(block, block.body, [buffers.get(buffer, buffer) for buffer in block.alloc_buffers])
 
-    kinds = ["tirx.BufferLoad", "tirx.BufferStore", "tirx.SBlock"]
-    return tirx.stmt_functor.ir_transform(body, None, exchange, kinds)
+    return tirx.stmt_functor.ir_transform(exchange_buffers(body, buffers), None, allocating, ["tirx.SBlock"])
 
 
 def widen(local: tirx.PrimFunc, source: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -152,14 +144,14 @@ def widen(local: tirx.PrimFunc, source: tirx.PrimFunc) -> tirx.PrimFunc:
         return local
     allocated = [buffer for block in nodes(local.body, tirx.SBlock) for buffer in block.alloc_buffers]
     buffers = {b: reshaped(b, _widened(b, *lengths[b.data])) for b in allocated if b.data in lengths}
-    dims = {(b.data, d): length_of(size) for b, new in buffers.items() for d, size in enumerate(new.shape)}
+    dims = {(b.data, d): int_or(size, 0) for b, new in buffers.items() for d, size in enumerate(new.shape)}
     body = tirx.stmt_functor.ir_transform(local.body, None, _Widener(dims).visit, ["tirx.AttrStmt", "tirx.For"])
     return local.with_body(_on(body, buffers))
 
 
 def _widened(buffer: tirx.Buffer, old: Sequence, new: Sequence) -> list[tirx.PrimExpr]:
     sizes = zip(buffer.shape, old, new, strict=True)
-    return [was if length_of(size) == length_of(narrow) else size for size, was, narrow in sizes]
+    return [was if int_or(size, 0) == int_or(narrow, 0) else size for size, was, narrow in sizes]
 
 
 class _Widener:
@@ -177,14 +169,14 @@ class _Widener:
             return None
         was, narrow = node.annotations[MARK]
         marks = {key: value for key, value in node.annotations.items() if key != MARK}
-        widens = length_of(node.extent) == length_of(narrow) and self._are_long(node, int(was))
+        widens = int_or(node.extent, 0) == int_or(narrow, 0) and self._are_long(node, int(was))
         extent = was if widens else node.extent
         return tirx.For(node.loop_var, node.min, extent, node.kind, node.body, node.thread_binding, marks, node.step)
 
     def _are_long(self, loop: tirx.For, length: int) -> bool:
         """Whether all dims that the loop walks are long enough."""
         walked = [
-            self._dims.get((access.buffer.data, dim), length_of(access.buffer.shape[dim]))
+            self._dims.get((access.buffer.data, dim), int_or(access.buffer.shape[dim], 0))
             for access in nodes(loop.body, tirx.BufferLoad, tirx.BufferStore)
             for dim, index in enumerate(access.indices)
             if loop.loop_var in vars_of([index], {}) and access.buffer.scope() != "global"
@@ -200,7 +192,7 @@ class _Widener:
             new = [(int(n), int(dim), int(length)) for n, dim, length in lengths if int(n) < len(regions)]
             for n, dim, length in new:
                 buffer = regions[n].buffer
-                size = self._dims.get((buffer.data, dim), length_of(buffer.shape[dim]))
+                size = self._dims.get((buffer.data, dim), int_or(buffer.shape[dim], 0))
                 if size < length and (buffer.scope() != "global" or not n):
                     return None
             return _with_extents(stmt, new)

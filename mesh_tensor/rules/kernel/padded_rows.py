@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 from tvm import tirx
 
-from mesh_tensor.tir.linear import Linear, vars_of
-from mesh_tensor.tir.nodes import is_const
+from mesh_tensor.tir.linear import vars_of
+from mesh_tensor.tir.nodes import int_or, is_const
 
 from .statements import Access, Kernel, Loop, Statement
 
@@ -24,7 +24,7 @@ class PaddedRows:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._on_chip = {buffer: [length_of(size) for size in buffer.shape] for buffer in kernel.on_chip}
+        self._on_chip = {buffer: [int_or(size, 0) for size in buffer.shape] for buffer in kernel.on_chip}
         self._with: dict[Node, Node] = {}
         self._needed: dict[Node, int] = {}
         self._loops: dict[tirx.Var, int] = {}
@@ -70,7 +70,7 @@ class PaddedRows:
             for buffer in statement.may_write:
                 for dim, length in enumerate(self._on_chip.get(buffer, ())):
                     self._need((buffer, dim), length)
-        rows = {loop.var: length_of(loop.extent) for loop in statement.loops if _is_plain(loop)}
+        rows = {loop.var: int_or(loop.extent, 0) for loop in statement.loops if _is_plain(loop)}
         self._loops |= {var: length for var, length in rows.items() if length}
         for access in statement.accesses:
             self._indices(access, rows, is_write=access is statement.write)
@@ -82,7 +82,7 @@ class PaddedRows:
     def _indices(self, access: Access, rows: Mapping[tirx.Var, int], *, is_write: bool) -> None:
         """The access's dims on chip have the rows of the loop that walks them, or are needed as far as it goes."""
         for dim, form in enumerate(access.forms) if access.buffer in self._on_chip else ():
-            var = _only(form)
+            var = None if form is None else form.variable
             if var is not None and rows.get(var):
                 self._join(var, (access.buffer, dim))
             elif form is not None and not form.terms and form.const >= 0:
@@ -100,7 +100,8 @@ class PaddedRows:
         if write is None or write.buffer not in self._on_chip or statement.unknown:
             return False
         dims = [d for d, i in enumerate(write.indices) if var in vars_of([i], self._kernel.binds)]
-        if len(dims) != 1 or _only(write.forms[dims[0]]) != var:
+        form = write.forms[dims[0]] if len(dims) == 1 else None
+        if form is None or form.variable != var:
             return False
         return statement.tile_op is not None or not any(
             var in vars_of(access.indices, self._kernel.binds)
@@ -109,20 +110,8 @@ class PaddedRows:
         )
 
 
-def _only(form: Linear | None) -> tirx.Var | None:
-    """The variable that an index is."""
-    if form is None or form.const or list(form.terms.values()) != [1]:
-        return None
-    return next(iter(form.terms))
-
-
 def _is_plain(loop: Loop) -> bool:
     return loop.kind in ("tile", "parallel") and is_const(loop.min, 0)
-
-
-def length_of(size: object) -> int:
-    """A constant length; 0 for others, which stay as they are."""
-    return int(size) if isinstance(size, (int, tirx.IntImm)) else 0
 
 
 def _below(conditions: Sequence[tirx.PrimExpr], var: tirx.Var, length: int) -> int:

@@ -182,10 +182,7 @@ class Padding:
         form = self.coordinates.of_statement(statement).get(self.factor)
         if form is None:
             return None
-        inside: tirx.PrimExpr = tirx.const(True, "bool")
-        for loop in statement.loops:
-            inside = tirx.And(inside, tirx.And(loop.var >= loop.min, loop.var < loop.min + loop.extent))
-        with self.kernel.analyzer.constraint_scope(inside):
+        with self.kernel.analyzer.constraint_scope(statement.ranges):
             return self._truth(condition, _Place(statement, form))
 
     def content(self, live_range: LiveRange) -> Content:

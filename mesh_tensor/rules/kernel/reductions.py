@@ -18,12 +18,11 @@ from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.nodes import same_expression
 from mesh_tensor.tir.tile_position import text_of
 
-from .coordinates import Coordinates, why_whole_blocks, without_loads
+from .coordinates import Coordinates, is_of_programs, why_whole_blocks, without_loads
 from .factors import Factor
 from .live_ranges import LiveRange, Taints
 from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
-from .programs import is_of_programs
 from .scans import Scan, find_scans
 from .state_finder import find_states
 from .statements import Access, Kernel, Statement, describe, used_vars

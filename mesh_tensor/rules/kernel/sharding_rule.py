@@ -121,9 +121,8 @@ def _signature(buffers: dict[str, tuple[str | None, ...]]) -> str:
 def analyse(func: tirx.PrimFunc, in_windows: tuple[Dim, ...] = ()) -> Analysis:
     """Analyse a normalized function with one grid. `in_windows`: dims that nothing is to walk, so that windows of them
     may be read."""
-    kernel = read_kernel(func)
-    ranges = LiveRanges(kernel)
-    derived, taints = find_coordinates(kernel, ranges, in_windows), find_taints(kernel, ranges)
+    kernel, ranges, derived = _walked(func, in_windows)
+    taints = find_taints(kernel, ranges)
     packed = packed_rows(kernel, derived)
     rows = {dim for factor in packed for dim in factor.dims}
     indexed = [factor for factor in candidates(kernel, derived) if rows.isdisjoint(factor.dims)]
@@ -153,13 +152,21 @@ def analyse(func: tirx.PrimFunc, in_windows: tuple[Dim, ...] = ()) -> Analysis:
 
 
 @made_once(ANALYSES)
+def _walked(func: tirx.PrimFunc, in_windows: tuple[Dim, ...]) -> tuple[Kernel, LiveRanges, Coordinates]:
+    kernel = read_kernel(func)
+    ranges = LiveRanges(kernel)
+    return kernel, ranges, find_coordinates(kernel, ranges, in_windows)
+
+
+@made_once(ANALYSES)
 def may_read_windows(func: tirx.PrimFunc, dims: tuple[Dim, ...]) -> bool:
     """Whether `analyse(func, dims)` may find that windows of all these dims are read: most often they are not, which
     shows before any factor is judged."""
-    kernel = read_kernel(func)
-    if not all(isinstance(kernel.params[param].shape[dim], tirx.IntImm) for param, dim in dims):
+    shapes = {buffer.name: buffer.shape for buffer in func.buffer_map.values()}
+    if not all(isinstance(shapes[param][dim], tirx.IntImm) for param, dim in dims):
         return False
-    return find_windows(kernel, find_coordinates(kernel, LiveRanges(kernel), dims)).keys() >= set(dims)
+    kernel, _, coordinates = _walked(func, dims)
+    return find_windows(kernel, coordinates).keys() >= set(dims)
 
 
 def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:

@@ -19,11 +19,10 @@ from mesh_tensor.base.reductions import REDUCTIONS, reduction
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import is_hint, op_name
 from mesh_tensor.tir.linear import Linear, vars_of
-from mesh_tensor.tir.nodes import loads, same_expression
+from mesh_tensor.tir.nodes import is_const, loads, same_expression
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Region, TileOp
-
-from .prover import Prover
 
 
 @dataclass(eq=False)
@@ -37,6 +36,11 @@ class Loop:
     extent: tirx.PrimExpr
     kind: str
     node: tirx.For | None
+
+    @property
+    def runs_once(self) -> bool:
+        """Whether it has just one iteration, so that nothing goes from one to another."""
+        return is_const(self.extent, 1)
 
 
 @dataclass(eq=False)
@@ -113,6 +117,14 @@ class Statement:
         none."""
         elements = self.element_vars
         return {dim: var for dim, index in enumerate(access.indices) for var in vars_of([index], {}) & elements}
+
+    @property
+    def ranges(self) -> tirx.PrimExpr:
+        """That the loops around it are within their ranges."""
+        inside: tirx.PrimExpr = tirx.const(True, "bool")
+        for loop in self.loops:
+            inside = tirx.And(inside, tirx.And(loop.var >= loop.min, loop.var < loop.min + loop.extent))
+        return inside
 
     @cached_property
     def bounds(self) -> tuple[tirx.PrimExpr, ...]:

@@ -3,13 +3,13 @@
 Their calls are `R.call_pure_packed("aten.cummax.default", x, "[[0], {}]")`: the tensors, then all arguments as JSON,
 in which {"tensor": n} stands for the n-th tensor and {"dtype": "float32"} for a dtype. Those without a rule of their
 own are `R.call_pure_packed("aten", x, '["linalg_qr.default", 1, [...], {}]')`: the operator, what is known of it (see
-`ANY`), and its arguments.
+`ANY`), and its arguments; then, if some are complex, which tensors and results are pairs of floats, in their last dim.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tvm import relax
@@ -81,30 +81,37 @@ def arguments_of(call: OpCall) -> tuple[list[Any], dict[str, Any]]:
 ANY = "aten"
 
 
-def any_text(name: str, leading: int | None, args: Any, kwargs: Any) -> str:
+def any_text(name: str, leading: int | None, args: Any, kwargs: Any, pairs: Sequence[bool] = ()) -> str:
     """The literal of a call of an operator that has no rule of its own; `name` is like "linalg_qr.default"."""
-    return json.dumps([name, leading, args, kwargs])
+    return json.dumps([name, leading, args, kwargs, *([list(pairs)] if any(pairs) else [])])
 
 
-def any_of(call: OpCall) -> tuple[str, int | None, list[Any], dict[str, Any]]:
-    """The operator that such a call is of, its leading dims, and its arguments, as `any_text` took them.
+def any_of(call: OpCall) -> tuple[str, int | None, list[Any], dict[str, Any], list[bool]]:
+    """The operator that such a call is of, its leading dims, its arguments, and of each operand and result whether it
+    is complex: pairs of floats, as `any_text` took them.
 
     Raises:
         MeshTensorError: the literal has another form, or names more leading dims than a tensor has.
     """
+    tensors = (*call.inputs, *call.outputs)
+    pairs = [False] * len(tensors)
     try:
-        name, leading, args, kwargs = json.loads(call.literals[-1])
+        name, leading, args, kwargs, *more = json.loads(call.literals[-1])
+        (pairs,) = more or [pairs]
     except (TypeError, ValueError):
         name = None
-    least = min((tensor.ndim for tensor in (*call.inputs, *call.outputs)), default=0)
+    fits = isinstance(pairs, list) and len(pairs) == len(tensors) and all(isinstance(pair, bool) for pair in pairs)
+    fits = fits and all(not pair or tensor.shape[-1:] == (2,) for tensor, pair in zip(tensors, pairs, strict=True))
+    least = min((tensor.ndim - pair for tensor, pair in zip(tensors, pairs, strict=True)), default=0) if fits else -1
     if not (
         isinstance(name, str)
+        and fits
         and (leading is None or (type(leading) is int and 0 <= leading <= least))
         and isinstance(args, list)
         and isinstance(kwargs, dict)
     ):
         refuse("no call of an operator of torch's", where=str(call.expr), fix="import the model again")
-    return name, leading, args, kwargs
+    return name, leading, args, kwargs, pairs
 
 
 def name_of(call: OpCall) -> str:
@@ -164,16 +171,17 @@ def pointwise(call: OpCall) -> tuple[list[Dims], list[Dims]]:
 
 @rule(ANY)
 def any_operator(call: OpCall) -> OpRule:
-    """Element by element, or by leading dims; all else is needed whole."""
-    _, leading, *_ = any_of(call)
+    """Element by element, or by leading dims; all else is needed whole, as both parts of a complex number are."""
+    _, leading, *_, pairs = any_of(call)
+    tensors = (*call.inputs, *call.outputs)
+    shapes = [tensor.shape[: tensor.ndim - pair] for tensor, pair in zip(tensors, pairs, strict=True)]
     if leading is None:
-        inputs, outputs = pointwise(call)
+        dims = [broadcast_dims(shape, shapes[-1]) for shape in shapes]
     else:
-        inputs, outputs = (
-            [(*dims_of(leading), *(None,) * (tensor.ndim - leading)) for tensor in tensors]
-            for tensors in (call.inputs, call.outputs)
-        )
-    return OpRule(tuple(inputs), tuple(outputs), localize=_on_tiles)
+        dims = [(*dims_of(leading), *(None,) * (len(shape) - leading)) for shape in shapes]
+    dims = [(*found, *(None,) * pair) for found, pair in zip(dims, pairs, strict=True)]
+    count = len(call.inputs)
+    return OpRule(tuple(dims[:count]), tuple(dims[count:]), localize=_on_tiles)
 
 
 @_rule(*_names(" ".join(_ALONG)))

@@ -198,12 +198,6 @@ class Calls:
         if "raised" in words:
             self.say(self.key(lane, "raised"), "")
 
-    def tell_alone(self, lane: Lane, words: dict[str, Any]) -> None:
-        """Let those know that wait for this kernel in what would be the next call."""
-        key = f"{self.generation}/{lane.name}/{lane.number + 1}/{lane.kernel}"
-        self.say(f"{key}/{self.rank}", json.dumps(words))
-        self.say(f"{key}/raised", "")
-
     def heard(self, lane: Lane, member: int) -> dict[str, Any] | None:
         """What another rank told of the call of this one."""
         words = self.read(self.key(lane, member)) or self.read(self.key(lane, f"{lane.kernel}/{member}"))
@@ -216,7 +210,9 @@ class Calls:
             return
         words = {"raised": f"{type(error).__name__}: {str(error).strip()}", "doing": lane.doing}
         if lane.alone and not lane.counted:
-            self.tell_alone(lane, words)
+            key = f"{self.generation}/{lane.name}/{lane.number + 1}/{lane.kernel}"
+            self.say(f"{key}/{self.rank}", json.dumps(words))
+            self.say(f"{key}/raised", "")
         elif not lane.said:
             lane.count()
             self.tell(lane, words)

@@ -10,10 +10,9 @@ import torch
 
 from mesh_tensor.program.program import Parameter, Program, ProgramValue
 from mesh_tensor.runtime.ambient import mark_written, overlaps
-from mesh_tensor.runtime.backend import Memory
+from mesh_tensor.runtime.backend import Memory, copied
 from mesh_tensor.runtime.elementwise import clone
 from mesh_tensor.runtime.elementwise import copy as copy_tile
-from mesh_tensor.runtime.overwriting import copied
 from mesh_tensor.runtime.placement import Layout, Tiles
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target

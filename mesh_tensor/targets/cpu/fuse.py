@@ -16,10 +16,10 @@ from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.nodes import loads, nodes
+from mesh_tensor.tir.nodes import is_const, loads, nodes
 from mesh_tensor.tir.rewrite import sequence, statements
 
-from .exprs import FLOAT_FUNCTIONS, VECTORISED, is_pure_index
+from .exprs import FLOAT_FUNCTIONS, VECTORISED, is_pure_index, map_bodies
 from .reduce import is_total
 
 _LONG_ROW = CPU.tuning.long_row
@@ -117,14 +117,7 @@ class _Fuse:
     def stmt(self, stmt: tirx.Stmt) -> tirx.Stmt:
         if isinstance(stmt, tirx.SeqStmt):
             return sequence(self._sequence(statements(stmt)))
-        if isinstance(stmt, tirx.For):
-            return _with_body(stmt, self.stmt(stmt.body))
-        if isinstance(stmt, tirx.While):
-            return tirx.While(stmt.condition, self.stmt(stmt.body))
-        if isinstance(stmt, tirx.IfThenElse):
-            else_case = None if stmt.else_case is None else self.stmt(stmt.else_case)
-            return tirx.IfThenElse(stmt.condition, self.stmt(stmt.then_case), else_case)
-        return stmt
+        return map_bodies(stmt, self.stmt)
 
     def _sequence(self, parts: list[tirx.Stmt]) -> list[tirx.Stmt]:
         kept: list[tirx.Stmt] = []
@@ -239,25 +232,12 @@ def _plain(value: tirx.PrimExpr) -> bool:
 
 def _without_single(stmt: tirx.Stmt) -> tirx.Stmt:
     """`stmt` without loops of one iteration, so that dims of extent 1 are in nobody's way."""
-    if isinstance(stmt, tirx.SeqStmt):
-        return sequence([_without_single(part) for part in stmt.seq])
-    if isinstance(stmt, tirx.IfThenElse):
-        else_case = None if stmt.else_case is None else _without_single(stmt.else_case)
-        return tirx.IfThenElse(stmt.condition, _without_single(stmt.then_case), else_case)
-    if isinstance(stmt, tirx.While):
-        return tirx.While(stmt.condition, _without_single(stmt.body))
-    if not isinstance(stmt, tirx.For):
-        return stmt
-    loop = _with_body(stmt, _without_single(stmt.body))
-    is_single = getattr(loop.extent, "value", 0) == 1 and is_pure_index(loop.min)
+    loop = map_bodies(stmt, _without_single)
+    is_single = isinstance(loop, tirx.For) and is_const(loop.extent, 1) and is_pure_index(loop.min)
     # Where there are other statements than plain ones, one of them may be a `break`.
     return substitute(loop.body, {loop.loop_var: loop.min}) if is_single and accesses(loop) is not None else loop
 
 
 def _joined(first: tirx.For, second: tirx.For) -> tirx.For:
     body = substitute(second.body, {second.loop_var: first.loop_var})
-    return _with_body(first, sequence([*statements(first.body), *statements(body)]))
-
-
-def _with_body(loop: tirx.For, body: tirx.Stmt) -> tirx.For:
-    return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, body, step=loop.step)
+    return map_bodies(first, lambda mine: sequence([*statements(mine), *statements(body)]))

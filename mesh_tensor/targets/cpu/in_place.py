@@ -103,7 +103,9 @@ class _InPlace:
             readers = self._readers(copy, ops[position + 1 :])
             for here, gemm in readers.items():
                 place = position + 1 + here
-                ops[place] = placed = _redirected(gemm, copy)
+                block = copy.dst.buffer.data
+                a, b = (_through(r, copy) if r.buffer.data == block else r for r in (gemm.a, gemm.b))
+                ops[place] = placed = replace(gemm, a=a, b=b)
                 parts[place] = _statement(parts[place], placed)
             if readers:
                 self._gone.add(copy.dst.buffer.data)
@@ -169,12 +171,6 @@ def _through(region: Region, copy: Copy) -> Region:
     outer = tuple(copy.src.mins[:-2])
     inner = tuple(start + at for start, at in zip(copy.src.mins[-2:], region.mins, strict=True))
     return Region(copy.src.buffer, outer + inner, (*copy.src.extents[:-2], *region.extents))
-
-
-def _redirected(gemm: Gemm, copy: Copy) -> Gemm:
-    block = copy.dst.buffer.data
-    a, b = (_through(r, copy) if r.buffer.data == block else r for r in (gemm.a, gemm.b))
-    return replace(gemm, a=a, b=b)
 
 
 def _statement(stmt: tirx.Evaluate, gemm: Gemm) -> tirx.Stmt:

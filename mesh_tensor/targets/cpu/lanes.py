@@ -15,7 +15,7 @@ from tvm.tirx.stmt_functor import ir_transform, substitute
 
 from mesh_tensor.tir.rewrite import sequence, statements
 
-from .exprs import PREFETCH, const, is_pure_index, loop_nest
+from .exprs import PREFETCH, const, is_pure_index, loop_nest, map_bodies
 from .fuse import MemoryAccess, accesses, contiguous, walk
 from .reduce import LANES, is_total
 
@@ -25,24 +25,14 @@ _ZERO = const(0, "int32")
 
 def step_by_lanes(body: tirx.Stmt, params: frozenset[tirx.Var]) -> tirx.Stmt:
     """`body`, a re-targeted kernel, with its reductions in steps; `params` are the data of the kernel's parameters."""
-    if isinstance(body, tirx.For | tirx.While | tirx.IfThenElse | tirx.SeqStmt):
-        siblings = statements(body)
-        return sequence([_one(place, siblings, params) for place in range(len(siblings))])
-    return body
+    siblings = statements(body)
+    return sequence([_one(place, siblings, params) for place in range(len(siblings))])
 
 
 def _one(place: int, siblings: Sequence[tirx.Stmt], params: frozenset[tirx.Var]) -> tirx.Stmt:
     stmt = siblings[place]
-    if isinstance(stmt, tirx.While):
-        return tirx.While(stmt.condition, step_by_lanes(stmt.body, params))
-    if isinstance(stmt, tirx.IfThenElse):
-        else_case = None if stmt.else_case is None else step_by_lanes(stmt.else_case, params)
-        return tirx.IfThenElse(stmt.condition, step_by_lanes(stmt.then_case, params), else_case)
-    if not isinstance(stmt, tirx.For):
-        return stmt
-    if not _has_totals(stmt):
-        body = step_by_lanes(stmt.body, params)
-        return tirx.For(stmt.loop_var, stmt.min, stmt.extent, tirx.ForKind.SERIAL, body, step=stmt.step)
+    if not isinstance(stmt, tirx.For) or not _has_totals(stmt):
+        return map_bodies(stmt, lambda body: step_by_lanes(body, params))
     return _steps(stmt, [] if _rows(stmt, stmt, params) else _wanted(place, siblings, params))
 
 

@@ -16,7 +16,7 @@ from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.nodes import int_or, is_const, nodes
 from mesh_tensor.tir.rewrite import sequence, statements
 
-from .exprs import GEMM, const
+from .exprs import GEMM, const, map_bodies
 from .fuse import expressions, walk
 
 #: Where the arguments of a product's call are.
@@ -34,17 +34,9 @@ def lean_products(body: tirx.Stmt) -> tirx.Stmt:
 
 def map_sequences(stmt: tirx.Stmt, change: Callable[[list[tirx.Stmt]], list[tirx.Stmt]]) -> tirx.Stmt:
     """`stmt` with `change` applied to the statements of every sequence in it, inner ones first."""
-    if isinstance(stmt, tirx.For):
-        body = map_sequences(stmt.body, change)
-        return tirx.For(stmt.loop_var, stmt.min, stmt.extent, tirx.ForKind.SERIAL, body, step=stmt.step)
-    if isinstance(stmt, tirx.While):
-        return tirx.While(stmt.condition, map_sequences(stmt.body, change))
-    if isinstance(stmt, tirx.IfThenElse):
-        else_case = None if stmt.else_case is None else map_sequences(stmt.else_case, change)
-        return tirx.IfThenElse(stmt.condition, map_sequences(stmt.then_case, change), else_case)
     if isinstance(stmt, tirx.SeqStmt):
         return sequence(change([map_sequences(part, change) for part in statements(stmt)]))
-    return stmt
+    return map_bodies(stmt, lambda part: map_sequences(part, change))
 
 
 def own_blocks(body: tirx.Stmt) -> dict[tirx.Var, tirx.Buffer]:

@@ -24,12 +24,11 @@ from mesh_tensor.tir.rewrite import sequence
 from mesh_tensor.tir.tile_ops import Region, TileOp, parse_tile_op
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, without_thread_tests
 
-from .contract import contract_blocks
+from .contract import contract_blocks, group_rows
 from .exprs import Bounds, all_of, const, if_then, is_pure_index, map_children, report_statements
 from .fuse import fuse_loops
 from .lanes import step_by_lanes
 from .products import lean_products
-from .row_groups import group_rows
 from .tile_ops import TileOps, update_before_use
 
 _IN_LOOP = {name: name for name in ("tirx.break_loop", "tirx.continue_loop")} | {"tl.loop_break": "tirx.break_loop"}

@@ -10,7 +10,6 @@ from . import (  # noqa: F401  (they fill the table)
     reduce,
     scatter,
     shape,
-    sized_by_data,
     update,
     vjp,
 )

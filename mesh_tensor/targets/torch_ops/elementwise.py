@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.rules.operator.narrowed import NARROWED
+from mesh_tensor.rules.operator.elementwise import NARROWED
 from mesh_tensor.targets.cpu.gelu import gelu_tanh
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
 

@@ -1,12 +1,21 @@
 """Products of matrices; Fourier transforms of pairs of floats; operators of torch's own: each call is one of
-torch's."""
+torch's.
+
+Who multiplies float32 matrices on a CPU: MKL, which is torch's choice, or oneDNN, which torch brings as well.
+
+The rule: oneDNN for large ones on a processor with AVX-512 that isn't Intel's, since MKL uses half of its width there.
+Nothing is measured for it, so that all processes on a machine decide alike. Where they differ in the last bits, it is
+by the shapes alone: oneDNN's sums were the same for transposed and strided matrices, and for any number of threads.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +28,46 @@ from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.linear_algebra import FFT, GROUPED, LINEAR, MATMUL_ADD, fft_arguments
 from mesh_tensor.targets.dtypes import torch_dtype
 
-from .products import Linear, linear
 from .table import Function, Place, placed_torch_op, same_for_all, torch_op
+
+Tensor = torch.Tensor
+Linear = Callable[..., Tensor]  # of (..., summed), (columns, summed) and, if there is one, a bias of (columns,)
+
+_LEAST = 1 << 21  # multiplications: below that, what it takes to start weighs more
+_LEAST_ROWS, _LEAST_SUMMED = 8, 64  # for fewer, oneDNN would copy more than it computes
+
+
+def linear(rows: int, summed: int, columns: int, dtype: torch.dtype) -> Linear:
+    """The product of `rows` rows with a transposed matrix, and a bias; of at least that many where rows are open."""
+    large = rows >= _LEAST_ROWS and summed >= _LEAST_SUMMED and rows * summed * columns >= _LEAST
+    return _by_onednn if dtype is torch.float32 and large and prefers_onednn() else F.linear
+
+
+@functools.cache
+def prefers_onednn() -> bool:
+    """Whether oneDNN multiplies large float32 matrices faster than MKL on this processor, and torch has both."""
+    there = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return there and wide and hasattr(torch.ops.mkldnn, "_linear_pointwise") and _vendor() != "GenuineIntel"
+
+
+def _vendor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "GenuineIntel"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("vendor_id")), "GenuineIntel")
+
+
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The operator has no gradients of its own, takes memory of CPUs, and reads biases as if they were contiguous."""
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    if recorded or not x.is_cpu:
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise.default(
+        x, weight, None if bias is None else bias.contiguous(), "none", [], ""
+    )
+
 
 same_for_all({"outer": torch.outer})
 
@@ -169,15 +216,30 @@ def _aten(call: OpCall) -> Function:
 
 @torch_op(ANY)
 def _any(call: OpCall) -> Function:
-    """As above, of an operator without a rule of its own."""
-    name, leading, args, kwargs = any_of(call)
+    """As above, of an operator without a rule of its own; complex numbers come and go as pairs of floats."""
+    name, leading, args, kwargs, pairs = any_of(call)
     op = _overload(name)
     if not is_function(op):
         refuse(f"aten.{name} is no function of tensors", where=str(call.expr), fix="write it with other operators")
-    known = independent_dims(op, [tensor.shape for tensor in (*call.inputs, *call.outputs)])
+    tensors = (*call.inputs, *call.outputs)
+    known = independent_dims(op, [t.shape[: t.ndim - pair] for t, pair in zip(tensors, pairs, strict=True)])
     if leading != known and leading != 0:
         refuse(f"{leading} leading dims of aten.{name} are not independent", where=str(call.expr), fix=_AGAIN)
-    return _with_arguments(op, args, kwargs)
+    function = _with_arguments(op, args, kwargs)
+    return _of_pairs(function, pairs) if any(pairs) else function
+
+
+def _of_pairs(function: Function, pairs: Sequence[bool]) -> Function:
+    """A function of complex numbers as one of pairs of floats."""
+
+    def of_floats(*tensors: torch.Tensor) -> Any:
+        given = [torch.view_as_complex(t.contiguous()) if pair else t for t, pair in zip(tensors, pairs, strict=False)]
+        made = function(*given)
+        if isinstance(made, torch.Tensor):
+            return torch.view_as_real(made.resolve_conj()) if made.is_complex() else made
+        return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in made]
+
+    return of_floats
 
 
 def is_function(op: Any) -> bool:

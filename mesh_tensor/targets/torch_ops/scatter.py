@@ -44,10 +44,14 @@ def _scatter_along(call: OpCall) -> Function:
             where=str(call.expr),
             fix=f"use {', '.join(_SCATTERS)}",
         )
+    return lambda x, dim, index, updates: _scattered(x, dim, index, updates, reduction)
+
+
+def _scattered(x: Tensor, dim: int, index: Tensor, updates: Tensor, reduction: str) -> Tensor:
     op = _SCATTERS[reduction]
     if op is None:
-        return torch.scatter
-    return lambda x, dim, index, updates: torch.scatter_reduce(x, dim, index, updates, op)
+        return torch.scatter(x, dim, index, updates)
+    return torch.scatter_reduce(x, dim, index, updates, op)
 
 
 @placed_torch_op("scatter_elements")
@@ -125,10 +129,7 @@ def _check_places(call: OpCall, place: Place, sizes: Sequence[int], indices: Seq
 
 
 def _put_elements(x: Tensor, places: list[Tensor], updates: Tensor, dims: tuple[int, ...], how: str) -> Tensor:
-    op = _SCATTERS[how]
-    if op is None:
-        return torch.scatter(x, dims[0], places[0], updates)
-    return torch.scatter_reduce(x, dims[0], places[0], updates, op)
+    return _scattered(x, dims[0], places[0], updates, how)
 
 
 def _put_pieces(x: Tensor, places: list[Tensor], updates: Tensor, dims: tuple[int, ...], how: str) -> Tensor:
@@ -137,7 +138,7 @@ def _put_pieces(x: Tensor, places: list[Tensor], updates: Tensor, dims: tuple[in
         linear = linear * size + index
     lines = x.reshape(math.prod(x.shape[: len(dims)]), -1)
     rows = linear.reshape(-1, 1).expand(-1, lines.shape[1])
-    return _put_elements(lines, [rows], updates.reshape(rows.shape), (0,), how).reshape(x.shape)
+    return _scattered(lines, 0, rows, updates.reshape(rows.shape), how).reshape(x.shape)
 
 
 def _put_values(x: Tensor, places: list[Tensor], values: Tensor, dims: tuple[int, ...], how: str) -> Tensor:

@@ -60,13 +60,7 @@ def _vjp(call: OpCall, place: Place) -> Function:
         with torch.enable_grad():
             operands = _operands(stated, types, tensors[:count], tensors[0].device)
             results = forward(operands)
-            ends = [(results[i], seed) for i, seed in zip(stated.seeds, tensors[count:], strict=True)]
-            ends = [(y, seed.to(y.dtype).reshape(y.shape)) for y, seed in ends if y.requires_grad]
-            wanted = [operands[i] for i in stated.wrt]
-            if not ends:
-                return tuple(torch.zeros_like(x) for x in wanted)
-            made = torch.autograd.grad([y for y, _ in ends], wanted, [seed for _, seed in ends], allow_unused=True)
-        return tuple(torch.zeros_like(x) if dx is None else dx for x, dx in zip(wanted, made, strict=True))
+            return _gradients(stated, [operands[i] for i in stated.wrt], results, tensors[count:])
 
     is_one = len(stated.calls) == 1 and stated.calls[0][1] == (0, 1)
     scatters = is_one and stated.given == (1,) and stated.wrt == (0,) and stated.seeds == (0,)
@@ -128,15 +122,21 @@ def _by_autograd(stated: Vjp, function: Function) -> Recorded:
 
     def backward(*tensors: Any) -> tuple[Tensor, ...]:
         leaves, results = tensors[-1]
-        seeds = zip(stated.seeds, tensors[count:-1], strict=True)
-        ends = [(results[number], seed) for number, seed in seeds if results[number].requires_grad]
-        if not ends:
-            return tuple(torch.zeros_like(leaf) for leaf in leaves)
-        given = [seed.to(result.dtype).reshape(result.shape) for result, seed in ends]
-        made = torch.autograd.grad([result for result, _ in ends], leaves, given, allow_unused=True)
-        return tuple(torch.zeros_like(leaf) if dx is None else dx for leaf, dx in zip(leaves, made, strict=True))
+        return _gradients(stated, leaves, results, tensors[count:-1])
 
     return Recorded(forward, backward)
+
+
+def _gradients(
+    stated: Vjp, leaves: Sequence[Tensor], results: Sequence[Tensor], seeds: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Those of the leaves, of those of results; what nothing depends on is zero."""
+    ends = [(results[number], seed) for number, seed in zip(stated.seeds, seeds, strict=True)]
+    ends = [(result, seed.to(result.dtype).reshape(result.shape)) for result, seed in ends if result.requires_grad]
+    if not ends:
+        return tuple(torch.zeros_like(leaf) for leaf in leaves)
+    made = torch.autograd.grad([y for y, _ in ends], leaves, [seed for _, seed in ends], allow_unused=True)
+    return tuple(torch.zeros_like(leaf) if dx is None else dx for leaf, dx in zip(leaves, made, strict=True))
 
 
 def can_be_recorded(call: OpCall) -> bool:

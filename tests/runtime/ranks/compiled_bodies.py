@@ -37,6 +37,19 @@ def compiled_model(rank):
         torch.testing.assert_close(made.full_tensor(), expected, rtol=1e-4, atol=1e-4)
 
 
+def compiled_around(rank):
+    """A kernel that is no operation: the graph ends at its call, with DTensors and with local tensors."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    func = mt.annotate(matmul(6, 4, 8), {"x": 2}, {"A": {"x": 1}, "B": {"x": 0}, "C": {}})
+    kern = mt.compile(func, target="interpret")
+    a, b = torch.randn(6, 8), torch.randn(8, 4)
+    da, db = distribute_tensor(a, mesh, [Shard(1)]), distribute_tensor(b, mesh, [Shard(0)])
+    for run, x, w in (kern, da, db), (kern.local, da.to_local(), db.to_local()):
+        made = torch.compile(lambda x, w, run=run: torch.relu(run(x, w)) * 2, backend="eager")(x, w)
+        whole = made.full_tensor() if isinstance(made, DTensor) else made
+        torch.testing.assert_close(whole, torch.relu(a @ b) * 2, rtol=1e-4, atol=1e-4)
+
+
 def uneven_columns(rank):
     """Results that are a part of a tile come out as the graph expects them: contiguous."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))

@@ -6,9 +6,8 @@ import torch
 
 import mesh_tensor as mt
 from kernels.models import llama, llama_decoder
-from mesh_tensor.api.beams import Beams
 from mesh_tensor.api.module_ports import ports_of
-from mesh_tensor.api.sampling import Sampling
+from mesh_tensor.api.sampling import Beams, Sampling
 
 CONFIG = llama.Config(batch=3, positions=16, layers=1)
 MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mesh_tensor.targets.torch_ops import products
+from mesh_tensor.targets.torch_ops import linear_algebra as products
 
 SIZES = [(64, 256, 128), (8, 1024, 256), (200, 333, 77)]
 

@@ -6,7 +6,7 @@ import pytest
 import tilelang.language as T
 from tvm import arith, ir, tirx
 
-from mesh_tensor.rules.kernel.prover import Prover, RangeProver
+from mesh_tensor.tir.prover import Prover
 
 M, N, i, j = (tirx.Var(name, "int32") for name in ("M", "N", "i", "j"))
 
@@ -47,9 +47,38 @@ def test_conditions_have_no_difference():
     assert not any(prover.can_prove_equal(*pair) for pair in ((true, false), (false, true), (i < j, i < M)))
 
 
+def test_conditions_that_are_made_alike():
+    """What is chosen by them, too; loads from two buffers of one shape are not alike, nor are other operators."""
+    prover, first = Prover(), tirx.decl_buffer((16,), "float32")
+    other = tirx.decl_buffer((16,), "float32")
+    shifted, plain = tirx.And((i + 1) * 8 + (j - 8) < M, j < N), tirx.And(i * 8 + j < M, j < N)
+    assert prover.can_prove_equal(shifted, plain)
+    assert prover.can_prove_equal(tirx.if_then_else(shifted, first[i], 0.0), tirx.if_then_else(plain, first[i], 0.0))
+    for one, two in (
+        (tirx.if_then_else(plain, first[i], 0.0), tirx.if_then_else(plain, other[i], 0.0)),
+        (tirx.if_then_else(plain, first[i], 0.0), tirx.if_then_else(plain, first[j], 0.0)),
+        (i * 8 + j < M, i * 8 + j <= M),
+        (tirx.And(i < j, j < N), tirx.And(i < j, j < M)),
+        (tirx.exp(first[i]), tirx.exp(first[j])),
+        (tirx.exp(first[i]), tirx.log(first[i])),
+    ):
+        assert not prover.can_prove_equal(one, two), (one, two)
+
+
 def test_numbers():
     assert Prover().can_prove_equal(3, tirx.IntImm("int64", 3))
     assert not Prover().can_prove_equal(tirx.IntImm("int32", 3), 4)
+
+
+def test_a_range_that_is_replaced_has_no_ends():
+    prover = Prover()
+    prover.bind(i, ir.Range(0, 16))
+    prover.bind(i, ir.Range(0, 4), True)
+    assert prover.can_prove(i < 4)
+    prover.bind(i, j, True)
+    with prover.constraint_scope(j < 2):
+        assert prover.can_prove_equal(i, j)
+        assert prover.can_prove(i < 2)
 
 
 def test_examples_count_only_while_nothing_is_known():
@@ -84,7 +113,7 @@ def test_it_proves_what_tvm_proves_of_ranges(seed):
     """Of two variables of constant ranges, one of a range that depends on the first's, and one of which nothing is
     known."""
     draw, proofs, ranges = random.Random(seed), 0, {i: (0, 16), j: (3, 5), M: (i, i + 4)}
-    known, plain = RangeProver(), arith.Analyzer()
+    known, plain = Prover(), arith.Analyzer()
     for var, (low, extent) in ranges.items():
         known.bind(var, ir.Range.from_min_extent(low, extent))
         plain.bind(var, ir.Range.from_min_extent(low, extent))
@@ -98,8 +127,13 @@ def test_it_proves_what_tvm_proves_of_ranges(seed):
 
 
 def test_the_end_of_a_range_refutes():
-    prover = RangeProver()
+    prover, searches = Prover(), []
     prover.bind(i, ir.Range(0, 16))
+    prover.bind(j, ir.Range(0, 8))
+    search = prover._can_prove_equal
+    prover._can_prove_equal = lambda *pair: searches.append(pair) or search(*pair)
+    assert not prover.can_prove_equal(tirx.floordiv(i, 2), j)  # at both starts, and at both ends, they are equal
+    assert not searches
     assert not prover.can_prove(i < 15)
     assert prover.can_prove(i < 16)
     assert not prover.can_prove_equal(tirx.floordiv(i, 8), 0)

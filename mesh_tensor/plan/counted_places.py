@@ -1,0 +1,182 @@
+"""What is taken by index at counted places, as a range's, is written as the slice that it is: its dims are split then.
+
+rows = arange(16), reshaped to (16, 1, 1)
+x[rows, arange(8) + 2]  ->  reshape(x[:, 2:10], (16, 1, 8))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from tvm import relax
+
+from mesh_tensor.annotations.names import Fresh
+from mesh_tensor.rules.operator.call import op_call
+
+from .ir import Graph, Node, Value, leaves
+
+_INDEX_DTYPES = ("int32", "int64")
+_Call = Callable[[relax.Expr], relax.Expr]
+_LIMIT = 2**31  # all numbers of an index are smaller: none overflows
+_RESHAPED = frozenset({"reshape", "flatten", "expand_dims", "squeeze"})
+
+
+@dataclass(frozen=True)
+class _Count:
+    """The elements are start, start + step, ... along a dim, and the same in all others; no dim: all are `start`."""
+
+    start: int
+    step: int = 1
+    dim: int | None = None
+
+
+def counted_slices(graph: Graph) -> Graph:
+    """The graph in which such look-ups are slices; indices that nothing takes any more are not made."""
+    counts: dict[Value, _Count] = {}
+    columns: dict[Value, tuple[Value, ...]] = {}  # of stacked indices
+    chains: dict[Node, list[_Call]] = {}
+    for node in graph.nodes:
+        if (count := _count_of(node, counts)) is not None:
+            counts[node.outputs[0]] = count
+        elif node.call.name == "stack" and node.call.attr("axis") in (-1, node.outputs[0].type.ndim - 1):
+            columns[node.outputs[0]] = node.inputs
+        elif (indices := _indices(node, columns)) is not None and all(value in counts for value in indices[1]):
+            first, taken = indices
+            if chain := _slice(node, first, [_aligned(value, counts, taken) for value in taken]):
+                chains[node] = chain
+    if not chains:
+        return graph
+    fresh = Fresh([value.name for value in graph.values()])
+    nodes = [one for n in graph.nodes for one in (_nodes(n, chains[n], fresh) if n in chains else [n])]
+    return replace(graph, nodes=list(_needed(graph, nodes, {*counts, *columns})))
+
+
+def _needed(graph: Graph, nodes: list[Node], indices: set[Value]) -> Iterator[Node]:
+    """The nodes but those that make indices which nothing takes."""
+    taken = {*leaves(graph.result), *graph.annotations, *graph.state.values()}
+    kept = []
+    for node in reversed(nodes):
+        if indices.isdisjoint(node.outputs) or not taken.isdisjoint(node.outputs):
+            taken.update(node.inputs)
+            kept.append(node)
+    return reversed(kept)
+
+
+def _count_of(node: Node, counts: dict[Value, _Count]) -> _Count | None:
+    """How the node's result counts, if that is known."""
+    if len(node.outputs) != 1 or node.outputs[0].type.dtype not in _INDEX_DTYPES or not node.outputs[0].type.elements:
+        return None
+    make = _COUNTS.get("reshape" if node.call.name in _RESHAPED else node.call.name)
+    count, (out,) = None if make is None else make(node, counts), node.outputs
+    if count is None:
+        return None
+    length = 1 if count.dim is None else out.type.shape[count.dim]
+    if length == 1:
+        count = _Count(count.start)
+    return count if max(abs(count.start), abs(count.start + count.step * length)) < _LIMIT else None
+
+
+def _range(node: Node, _: dict[Value, _Count]) -> _Count | None:
+    """Of whole numbers; what it counts to is its length."""
+    begin, _end, step = node.call.literals if len(node.call.literals) == 3 else (None, None, None)
+    return _Count(begin, step, 0) if isinstance(begin, int) and isinstance(step, int) else None
+
+
+def _cast(node: Node, counts: dict[Value, _Count]) -> _Count | None:
+    return counts.get(node.inputs[0])
+
+
+def _reshaped(node: Node, counts: dict[Value, _Count]) -> _Count | None:
+    """The dim is where so many elements stand before it, if it is as long there."""
+    count, before, after = counts.get(node.inputs[0]), node.inputs[0].type.shape, node.outputs[0].type.shape
+    if count is None or count.dim is None:
+        return count
+    dim = count.dim
+    same = (d for d in range(len(after)) if after[d] == before[dim] and math.prod(after[:d]) == math.prod(before[:dim]))
+    found = next(same, None)
+    return None if found is None else replace(count, dim=found)
+
+
+def _broadcast(node: Node, counts: dict[Value, _Count]) -> _Count | None:
+    """A dim of more than one element stays as it is, counted from the last."""
+    count = counts.get(node.inputs[0])
+    if count is None or count.dim is None:
+        return count
+    return replace(count, dim=count.dim + node.outputs[0].type.ndim - node.inputs[0].type.ndim)
+
+
+def _added(node: Node, counts: dict[Value, _Count]) -> _Count | None:
+    """With a constant number."""
+    for index, other in (node.inputs, reversed(node.inputs)):
+        if (count := counts.get(index)) is not None and other.data is not None and other.type.elements == 1:
+            if node.outputs[0].type != index.type:
+                return None
+            return replace(count, start=count.start + int(other.data.data.numpy().item()))
+    return None
+
+
+_COUNTS: dict[str, Callable[[Node, dict[Value, _Count]], _Count | None]] = {
+    "add": _added,
+    "arange": _range,
+    "astype": _cast,
+    "broadcast_to": _broadcast,
+    "reshape": _reshaped,
+}
+
+
+def _indices(node: Node, columns: dict[Value, tuple[Value, ...]]) -> tuple[int, tuple[Value, ...]] | None:
+    """The first dim that a look-up indexes, and the index of each from there on."""
+    call = node.call
+    if call.name == "take" and len(node.inputs) == 2:
+        axis = call.attr("axis")
+        return (call.axis(axis), node.inputs[1:]) if axis is not None else None
+    if call.name == "index_tensor":
+        return 0, node.inputs[1:]
+    if call.name == "gather_nd" and call.attr("batch_dims", 0) == 0 and node.inputs[1] in columns:
+        return 0, columns[node.inputs[1]]
+    return None
+
+
+def _aligned(value: Value, counts: dict[Value, _Count], indices: tuple[Value, ...]) -> _Count:
+    """How an index counts in the dims that all of them broadcast to."""
+    count, more = counts[value], max(index.type.ndim for index in indices) - value.type.ndim
+    return count if count.dim is None else replace(count, dim=count.dim + more)
+
+
+def _slice(node: Node, first: int, counts: list[_Count]) -> list[_Call]:
+    """The operators, one after the other, that take the same; none where that is no slice: of dims that count together,
+    backwards, or out of the data."""
+    data, out = node.call.inputs[0].shape, node.call.outputs[0].shape
+    places = len(out) - len(data) + len(counts)
+    moving = [count.dim for count in counts if count.dim is not None]
+    cuts = []
+    for d, count in enumerate(counts, first):
+        last = count.start if count.dim is None else count.start + count.step * (out[first + count.dim] - 1)
+        if not 0 <= count.start <= last < data[d]:
+            return []
+        cuts.append((d, count.start, last + 1, count.step))
+    if len(set(moving)) < len(moving):
+        return []
+    chain: list[_Call] = []
+    if parts := [cut for cut in cuts if cut[1:] != (0, data[cut[0]], 1)]:
+        chain.append(lambda value: relax.op.strided_slice(value, *map(list, zip(*parts, strict=True))))
+    ends = [-1 if count.dim is None else count.dim for count in counts]
+    order = sorted(range(len(counts)), key=ends.__getitem__)
+    if order != sorted(order):
+        dims = [*range(first), *(first + n for n in order), *range(first + len(counts), len(data))]
+        chain.append(lambda value: relax.op.permute_dims(value, dims))
+    shape = [size if d - first in moving or not 0 <= d - first < places else 1 for d, size in enumerate(out)]
+    chain.append(lambda value: relax.op.reshape(value, shape))
+    return chain if tuple(shape) == out else [*chain, lambda value: relax.op.broadcast_to(value, out)]
+
+
+def _nodes(node: Node, chain: list[_Call], fresh: Fresh) -> Iterator[Node]:
+    """The nodes of such operators, in the place of one."""
+    value = node.inputs[0]
+    for number, make in enumerate(chain, 1):
+        call = op_call(relax.BlockBuilder().normalize(make(value.variable())))
+        made = node.outputs[0] if number == len(chain) else Value(fresh.name(node.outputs[0].name), call.outputs[0])
+        yield replace(node, call=call, inputs=(value,), outputs=(made,))
+        value = made

@@ -1,0 +1,84 @@
+"""Look-ups at the places of a range: slices, whose dims are split."""
+
+import pytest
+import torch
+from tvm import relax
+
+import mesh_tensor as mt
+from tests.plan.modules import function
+
+X, Y = torch.randn(12, 6, 5), torch.randn(12, 6)
+N = torch.arange
+
+SLICES = {
+    "a mask of rows and columns": lambda x, y: y[N(12)[:, None, None], N(6)],
+    "rows": lambda x, y: y[N(12)],
+    "some columns": lambda x, y: y[:, N(3) + 2],
+    "every other column": lambda x, y: y.index_select(1, N(1, 6, 2)),
+    "columns before rows": lambda x, y: y[N(12), N(6)[:, None]],
+    "one column": lambda x, y: x[N(12), N(4, 5)],
+    "rows beside a whole dim": lambda x, y: x[N(6)[:, None], N(2, 5)],
+    "of an index that is returned": lambda x, y: (y[N(12)], N(12)),
+}
+OTHERS = {
+    "a diagonal": lambda x, y: y[N(6), N(6)],
+    "backwards": lambda x, y: y[N(12).flip(0)],
+    "from the end": lambda x, y: y[N(12) - 12],
+    "doubled": lambda x, y: y[N(6) * 2],
+    "turned": lambda x, y: y[N(12).reshape(3, 4).T],
+}
+
+
+def _run(what, mesh, layouts):
+    class Model(torch.nn.Module):
+        def forward(self, x, y):
+            return what(x, y)
+
+    run = mt.distribute_module(mt.from_torch(torch.export.export(Model(), (X, Y))), mesh, layouts)
+    return run, {step.call.operator for step in run.program.steps if hasattr(step, "call")}
+
+
+@pytest.mark.parametrize("what", [*SLICES.values(), *OTHERS.values()], ids=[*SLICES, *OTHERS])
+@pytest.mark.parametrize("layouts", [{"x": {"m": 0}, "y": {"m": 0}}, {"x": {"m": 1}, "y": {"m": 1}}])
+def test_what_is_taken_is_the_same(what, layouts):
+    expected = what(X, Y)
+    for size in (2, 5):
+        run, calls = _run(what, {"m": size}, layouts)
+        torch.testing.assert_close(run(X, Y), expected, rtol=0, atol=0)
+        if what in SLICES.values():
+            assert calls.isdisjoint({"take", "gather_nd", "index_tensor"})
+        else:
+            assert calls & {"take", "gather_nd", "mesh.local_take"}
+
+
+def test_nothing_moves_of_what_is_split_along_the_range():
+    run, calls = _run(SLICES["a mask of rows and columns"], {"m": 3}, {"y": {"m": 0}})
+    assert [step for step in run.program.steps if step.bytes] == []
+    assert "arange" not in calls
+
+
+def test_an_index_past_the_end_is_left_to_its_operator():
+    def shifted(emit, y):
+        index = emit(relax.op.add(emit(relax.op.arange(12, dtype="int64")), relax.const(5, "int64")))
+        return relax.op.take(y, index, 0, "clip")
+
+    run = mt.distribute_module(function(shifted, y=(12, 6)), {"m": 2}, {"y": {"m": 0}})
+    torch.testing.assert_close(run(Y), Y[(N(12) + 5).clamp(max=11)])
+
+
+def test_a_step_has_the_same_gradients():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = torch.nn.Parameter(torch.randn(12, 6))
+
+        def forward(self, x):
+            return self.table[N(12)[:, None], N(1, 4)] * x
+
+    x, target, model = torch.randn(12, 3), torch.randn(12, 3), Model()
+    step = mt.training_step(model, torch.nn.functional.mse_loss, (x, target), optimizer="sgd", lr=1.0)
+    run = mt.distribute_module(step, {"m": 2}, {"table": {"m": 0}, "x": {"m": 0}})
+    run(x, target)
+    torch.nn.functional.mse_loss(model(x), target).backward()
+    torch.testing.assert_close(run.state_dict()["table"], model.table.detach() - model.table.grad)
