@@ -65,7 +65,10 @@ def test_poisoned_tiles_lie_in_memory_as_before():
     assert poisoned.stride() == tile.stride()
     assert torch.equal(poisoned[:2], tile[:2])
     assert poisoned[2].isnan().all()
-    assert layout.poisoned(torch.ones(()).expand(3, 4), 1)[2].isnan().all()
+    for shared in (torch.ones(()).expand(3, 4), torch.ones(6).unfold(0, 4, 1)):
+        poisoned = layout.poisoned(shared, 1)
+        assert torch.equal(poisoned[:2], torch.ones(2, 4))
+        assert poisoned[2].isnan().all()
 
 
 def test_memory_that_nothing_writes_is_poisoned():
