@@ -5,8 +5,9 @@ is simulated in the mean of both machines, and the median of the rounds' ratios 
 
 Memory is what torch allocates on one device, beside the program's inputs.
 
-With `--ranks`: two gloo ranks, with a core each, beside the machine as one of them has it, and what links take between
-them, of tensors of other sizes. Ranks wait for each other, so that is time on the clock: the machine has to be quiet.
+With `--ranks`: two gloo ranks, with a core each, beside the machine as one of them has it. What a call takes there, and
+what exchanges take, is measured with other programs and tensors. All of it is a rank's CPU time: it sends and receives
+in it, but does not wait for the other one.
 
 python -m benchmarks.bench_simulator
 python -m benchmarks.bench_simulator --ranks
@@ -15,6 +16,7 @@ python -m benchmarks.bench_simulator --ranks
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -178,19 +180,20 @@ def summary(took: list[float], simulated: list[float], ratios: list[float] | Non
     )
 
 
-_SENT = 16, 1024  # sides of tensors that ranks exchange to know their link
+_SENT = 16, 512  # sides of tensors that ranks reduce to know their link
 _LINK = "gloo"
 
 
-def on_two_ranks(rounds: int) -> list[tuple[str, float, float]]:
+def on_two_ranks(calls: int) -> list[tuple[str, float, float]]:
     """On each of two ranks: name, measured and simulated seconds of every program, with rows or weights split."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     (machine,) = _all_have(alone(mt.Machine.measure)(60.0))
-    machine = replace(machine, processors=None, links=(_measured_link(mesh, rounds),), call=0.0)
-    machine = replace(machine, call=_measured_call(mesh, machine, rounds))
+    machine = replace(machine, processors=None, call=0.0)
+    machine = replace(machine, links=(_measured_link(mesh, machine, calls),))
+    machine = replace(machine, call=_measured_call(mesh, machine, calls))
     found = []
     for name, run, arguments in _rank_cases(mesh):
-        took = clock_seconds(lambda run=run, arguments=arguments: run(*arguments), rounds)
+        took = rank_seconds(lambda run=run, arguments=arguments: run(*arguments), calls)
         found.append((name, took, mt.simulate(run, machine).time))
     return found
 
@@ -226,19 +229,15 @@ def _shared(tensor: torch.Tensor, mesh: Any, placement: Any) -> DTensor:
     return DTensor.from_local(own, mesh, [placement], run_check=False)
 
 
-def clock_seconds(run: Callable[[], object], rounds: int) -> float:
-    """The median over rounds of the least time of some calls, which all ranks begin together; of the slower rank."""
-    times = []
-    for number in range(rounds + 1):
-        taken = []
-        for _ in range(5):
-            dist.barrier()
-            start = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - start)
-        if number:
-            times.append(max(_all_have(min(taken))))
-    return statistics.median(times)
+def rank_seconds(run: Callable[[], object], calls: int) -> float:
+    """The least CPU time of so many calls, which both ranks begin together; the mean of both."""
+    took = math.inf
+    for number in range(calls + 1):
+        dist.barrier()
+        start = time.process_time()
+        run()
+        took = min(took, time.process_time() - start) if number else took
+    return statistics.mean(_all_have(took))
 
 
 def _all_have(given: Any) -> list[Any]:
@@ -248,32 +247,42 @@ def _all_have(given: Any) -> list[Any]:
     return [each for each in found if each is not None]
 
 
-def _measured_link(mesh: Any, rounds: int) -> Link:
-    """What a change of layout takes between the ranks, without bytes and per byte."""
-    took = []
+def _measured_link(mesh: Any, machine: mt.Machine, calls: int) -> Link:
+    """What a reduction takes between the ranks, without bytes and per byte: what layers that sum over split features
+    take beside what they compute, in chains of two lengths."""
+    nothing = replace(machine, links=(Link(_LINK, None, rate=1e18, start=0.0),))
+    took, received = list[float](), list[float]()
     for side in _SENT:
-        tensor = _shared(torch.randn(side, side), mesh, Shard(0))
-        took.append(clock_seconds(lambda tensor=tensor: mt.redistribute(tensor, {}), rounds))
-    small, large = took
-    received = 4 * (_SENT[1] ** 2 - _SENT[0] ** 2) / 2
-    return Link(_LINK, None, rate=received / max(1e-9, large - small), start=small)
+        x, beside, nbytes = torch.randn(side, side), list[float](), list[int]()
+        for count in (2, 10):
+            model = nn.Sequential(*[nn.Linear(side, side, bias=False) for _ in range(count)])
+            module = mt.from_torch(torch.export.export(model, (x,)), check=False)
+            layouts = {name: {"x": 1} for name in module.params}
+            run = mt.distribute_module(module.mod, mesh, layouts, weights=module.params)
+            shared = _shared(x, mesh, Replicate())
+            beside.append(rank_seconds(lambda run=run, x=shared: run(x), calls) - mt.simulate(run, nothing).time)
+            nbytes.append(sum(step.bytes for step in run.program.steps))
+        took.append((beside[1] - beside[0]) / 8)
+        received.append((nbytes[1] - nbytes[0]) / 8)
+    rate = (received[1] - received[0]) / max(1e-9, took[1] - took[0])
+    return Link(_LINK, None, rate, start=max(0.0, took[0]))
 
 
-def _measured_call(mesh: Any, machine: mt.Machine, rounds: int) -> float:
+def _measured_call(mesh: Any, machine: mt.Machine, calls: int) -> float:
     """What a call takes on ranks beside its steps: that of a small program whose rows are split, so that nothing is
     sent."""
     model, x = mlp.build(mlp.Config(8, 16, 16)), torch.randn(8, 16)
     module = mt.from_torch(torch.export.export(model, (x,)), check=False)
     run = mt.distribute_module(module.mod, mesh, {"x": {"x": 0}}, weights=module.params)
     shared = _shared(x, mesh, Shard(0))
-    return max(0.0, clock_seconds(lambda: run(shared), rounds) - mt.simulate(run, machine).time)
+    return max(0.0, rank_seconds(lambda: run(shared), calls) - mt.simulate(run, machine).time)
 
 
-def beside_ranks(rounds: int) -> None:
+def beside_ranks(calls: int) -> None:
     """The table of programs on two ranks."""
-    found = on_ranks(on_two_ranks, rounds)
+    found = on_ranks(on_two_ranks, calls)
     rows = [[name, f"{took * 1e3:.3f}", f"{made * 1e3:.3f}", f"{made / took:.2f}"] for name, took, made in found]
-    print(table(["program on two ranks", "measured, ms", "simulated, ms", "ratio"], rows))
+    print(table(["program on two ranks", "measured, ms of CPU", "simulated, ms", "ratio"], rows))
     print(summary([took for _, took, _ in found], [made for *_, made in found]))
 
 
@@ -286,6 +295,6 @@ if __name__ == "__main__":
     print(header("Simulations beside what they simulate"))
     torch.set_num_threads(1)
     if options.ranks:
-        beside_ranks(options.rounds)
+        beside_ranks(10 * options.rounds)
     else:
         main(tuple(options.devices), options.rounds)

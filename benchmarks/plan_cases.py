@@ -285,6 +285,8 @@ def _combined() -> Iterator[PlanCase]:
         heads="Q0 K0 V0 Sinks0 Out0",
         keys=("K1 V1", _STATES, 8 * 4096 * (64 + 2)),
     )
+    few = {"M": 64, "N": 131072, "block_M": 1, "block_N": 128}
+    yield _case("carried", online_softmax, few, rows="X0 Y0", columns=("X1 Y1", _STATES, 64 * 2))
     yield _case("carried", split_decode, _DECODE, keys=("K1 V1 lse2 partial2", _STATES, _DECODE_STATES))
     linear = {"batch": 4, "heads": 16, "length": 4096, "key_dim": 64, "value_dim": 64, "chunk": 64}
     for decay in (None, 0.99):

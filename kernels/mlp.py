@@ -140,13 +140,17 @@ def demonstrate_on_ranks(sizes, tokens=256, hidden=1024, model=256):
         raise SystemExit("the sharded MLP is wrong")
 
 
+def meshes_of(world):
+    """The sizes of the meshes that so many ranks show."""
+    return [{"x": world}, {"x": 2, "y": 2}][: 2 if world == 4 else 1]
+
+
 def main():
     """The seed's MLP on two devices and on 2 x 2, or on as many ranks as torchrun started."""
     torch.manual_seed(0)
     if "WORLD_SIZE" in os.environ:
         torch.distributed.init_process_group("gloo")
-        world = torch.distributed.get_world_size()
-        for sizes in ({"x": world}, {"x": 2, "y": 2})[: 2 if world == 4 else 1]:
+        for sizes in meshes_of(torch.distributed.get_world_size()):
             demonstrate_on_ranks(sizes)
         torch.distributed.destroy_process_group()
         return

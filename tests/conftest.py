@@ -1,7 +1,6 @@
 """What all tests share: seeds, and how hypothesis looks for examples."""
 
 import gc
-import logging
 import os
 import random
 import signal
@@ -19,9 +18,6 @@ from tests import parsed_once
 
 gc.disable()  # until all tests are collected
 parsed_once.install()
-
-# Pytest listens to loggers that tell no others, and torch makes a trace of all that it exports for whoever listens.
-logging.getLogger("torch.__trace").propagate = True
 
 # `make test` sees the same examples every time; `make fuzz` looks for new ones until it is stopped.
 settings.register_profile(
@@ -49,7 +45,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    gc.set_threshold(20_000, 10, 20)
+    gc.set_threshold(50_000, 10, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ _AS_MODULE = {
     "ExportedProgram": "import it: mt.from_torch(program).mod",
     "MeshModule": "pass the module that it was distributed from",
     "Pipeline": "pass the module that it was made of",
+    "function": "call it, if it makes a module or a kernel",
     "Function": "make a module of it: tvm.IRModule.from_expr(function)",
 }
 

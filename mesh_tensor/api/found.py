@@ -35,8 +35,31 @@ from .training import TrainingStep
 T = TypeVar("T")
 
 
+class _Strategies:
+    """Strategies that a search found on a machine, the best first."""
+
+    machine: Machine
+    strategies: tuple[Strategy, ...]
+
+    @property
+    def best(self) -> Strategy:
+        """The first one."""
+        return self.strategies[0]
+
+    def pareto(self) -> list[Strategy]:
+        """The strategies than which no other one takes less time and less memory, the fastest first."""
+        front: list[Strategy] = []
+        for strategy in sorted(self.strategies, key=lambda s: (s.time, s.memory)):
+            if not front or strategy.memory < front[-1].memory:
+                front.append(strategy)
+        return front
+
+    def __str__(self) -> str:
+        return strategies_table(self.strategies, self.machine)
+
+
 @dataclass(frozen=True, eq=False)
-class Found:
+class Found(_Strategies):
     """What a search found: `strategies`, the best first, over the module's named `dims`; `planned` were looked at."""
 
     module: ir.IRModule | ImportedModule | TrainingStep = field(repr=False)
@@ -47,11 +70,6 @@ class Found:
     planned: int
     _asked: Mapping[str, str] = field(repr=False, default_factory=dict)
     _runs: dict[tuple, Any] = field(repr=False, default_factory=dict)
-
-    @property
-    def best(self) -> Strategy:
-        """The first one."""
-        return self.strategies[0]
 
     def distribute(self, strategy: Strategy | None = None, **options: Any) -> MeshModule:
         """The module on a mesh, laid out as the best strategy says, or this one; the options of `distribute_module`.
@@ -112,20 +130,9 @@ class Found:
         rows = [{**asdict(each), "mesh": dict(each.mesh.shape)} for each in self.strategies]
         Path(path).write_text(json.dumps({**self._asked, "strategies": rows}), encoding="utf-8")
 
-    def pareto(self) -> list[Strategy]:
-        """The strategies than which no other one takes less time and less memory, the fastest first."""
-        front: list[Strategy] = []
-        for strategy in sorted(self.strategies, key=lambda s: (s.time, s.memory)):
-            if not front or strategy.memory < front[-1].memory:
-                front.append(strategy)
-        return front
-
-    def __str__(self) -> str:
-        return strategies_table(self.strategies, self.machine)
-
 
 @dataclass(frozen=True, eq=False)
-class FoundKernel:
+class FoundKernel(_Strategies):
     """What a search over a kernel's buffers found: `strategies`, the best first; buffers that they don't name lie whole
     on every device. `dims` are what was split, `planned` were looked at."""
 
@@ -135,11 +142,6 @@ class FoundKernel:
     strategies: tuple[Strategy, ...] = field(repr=False)
     planned: int
     _runs: dict[tuple, Any] = field(repr=False, default_factory=dict)
-
-    @property
-    def best(self) -> Strategy:
-        """The first one."""
-        return self.strategies[0]
 
     def annotated(self, strategy: Strategy | None = None) -> tirx.PrimFunc:
         """The kernel with the layouts of the best strategy, or of this one."""
@@ -167,9 +169,6 @@ class FoundKernel:
         lines = [f"    {name!r}: {chosen.shardings.get(name, {})}," for name in names]
         run = f"# run = mt.compile(kernel, machine={machine_code(self.machine)})"
         return "\n".join([f"kernel = mt.annotate(kernel, {dict(chosen.mesh.shape)}, {{", *lines, "})", run])
-
-    def __str__(self) -> str:
-        return strategies_table(self.strategies, self.machine)
 
 
 def made_once(known: dict[tuple, Any], make: Callable[..., Any], strategy: Any, options: Mapping[str, Any]) -> Any:

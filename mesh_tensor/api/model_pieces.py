@@ -11,17 +11,18 @@ from typing import Any
 
 from tvm import ir
 
-from mesh_tensor.annotations.names import source_names
-from mesh_tensor.base.errors import MeshTensorError, did_you_mean, refuse, shown
+from mesh_tensor.annotations.names import reachable, source_names
+from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import spread
 from mesh_tensor.pipelining.flow import Flow, Layers, find_layers
 from mesh_tensor.pipelining.fragments import Stage, cut, trained_values
+from mesh_tensor.plan.manual import NO_AXES, manual_mesh
 from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
-from mesh_tensor.searching.choices import MODEL, Choice
+from mesh_tensor.searching.choices import DATA, MODEL, Choice
 from mesh_tensor.searching.pieces import Model, Piece
 from mesh_tensor.simulation import Simulation
 from mesh_tensor.simulation.stages import held_for_backward, tile_bytes, weights_of
@@ -91,12 +92,19 @@ class ModelPieces:
         return found
 
     def check(self) -> None:
-        """Refuse inputs that the function doesn't have, and one that repeats no layers, or gives no loss."""
+        """Refuse inputs that the function doesn't have, and one that repeats no layers, gives no loss, or has axes."""
         if missing := [name for name in self.inputs if name not in self.flow.params]:
             refuse(
                 [f"there is no input {shown(name)}{did_you_mean(str(name), self.flow.params)}" for name in missing],
                 where=f"search over {self.flow.function!r}",
                 fix="give a list of the parameters that are no weights",
+            )
+        if (manual := manual_mesh(reachable(self.flow.mod, self.flow.function).values())) != NO_AXES:
+            refuse(
+                f"manual computations over {listing(tuple(manual))}",
+                where=f"search over {self.flow.function!r} with a batch",
+                why=f"ways to train lie on meshes of the axes {DATA!r} and {MODEL!r}",
+                fix="search its layouts alone: leave out batch",
             )
         assert self.layers  # refused where there are none
         check_loss(self.flow, f"search over {self.flow.function!r} with a batch")

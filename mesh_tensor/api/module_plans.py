@@ -51,11 +51,11 @@ class ModulePlans:
             MeshTensorError: annotations that can't be used together (`strict`), or that state parts of axes where no
                 axis is to be taken apart; what planning refuses.
         """
-        key = (self.key(sizes), whole_axes, on_ranks)
+        is_sized = bool(self.symbols) and not whole_axes
+        key = (self.key(sizes), whole_axes, on_ranks and is_sized)
 
         def make() -> ModulePlan:
-            known = bool(self.symbols) and not whole_axes
-            return self._sized(sizes, held, on_ranks) if known else self.new(sizes, held, whole_axes)
+            return self._sized(sizes, held, on_ranks) if is_sized else self.new(sizes, held, whole_axes)
 
         return self._known.made(key, make)
 

@@ -12,7 +12,9 @@ from typing import Any
 from tvm import ir, tirx
 
 from mesh_tensor.annotations.kernel_source import check_kernel
-from mesh_tensor.annotations.names import check_module, relax_function, with_flat_parameters
+from mesh_tensor.annotations.module_annotations import stated_meshes
+from mesh_tensor.annotations.named_values import named_mesh
+from mesh_tensor.annotations.names import check_module, reachable, relax_function, with_flat_parameters
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU, machine_named
@@ -22,7 +24,7 @@ from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.ir import Graph
 from mesh_tensor.plan.manual import NO_AXES
 from mesh_tensor.searching.choices import divisors
-from mesh_tensor.searching.evaluate import Evaluator, KernelEvaluator, Strategy
+from mesh_tensor.searching.evaluate import Evaluator, KernelEvaluator, Strategy, meshes_around
 from mesh_tensor.searching.named_dims import Beam, Rank, kernel_dims, named_dims
 from mesh_tensor.simulation.simulate import check_sizes_known
 
@@ -122,6 +124,13 @@ def search(
     check_module(mod, "search")
     mod = with_flat_parameters(mod, function)
     relax_function(mod, function)
+    if stated := stated_meshes(reachable(mod, function)):
+        refuse(
+            [f"{where} is annotated for {named_mesh(mod, device)} already" for device, where in stated],
+            where="search",
+            why="it finds layouts of modules that have none",
+            fix="search the module as it was before it was annotated",
+        )
     if batch is not None:
         if isinstance(module, TrainingStep):
             refuse(
@@ -158,7 +167,7 @@ def search(
         refuse(f"{', '.join(trained)} of a search without a batch", fix="say how many rows a batch has: batch=")
     evaluator = Evaluator(mod, function, machine)
     if meshes is None and topology is None and evaluator.manual != NO_AXES:
-        tried = _around(evaluator.manual, tried)
+        tried = meshes_around(evaluator.manual, tried)
     dims = named_dims(evaluator.graph, evaluator.atoms)
     asked = _question(evaluator.graph, machine, function)
     learned = [] if known is None else read_saved(known, asked, "strategies", lambda r: _strategy(r, evaluator.graph))
@@ -294,17 +303,6 @@ def _tried(
         return [topology[name] for name in topology.names]
     counts = divisors(devices) if objective == "cost" else [devices]
     return [mesh for count in counts for mesh in _meshes(count)]
-
-
-def _around(manual: Mesh, tried: Sequence[Mesh]) -> list[Mesh]:
-    """The meshes of as many devices that have these axes, and one more, before or after them, of what is left."""
-    found = []
-    for each in dict.fromkeys(mesh.num_devices for mesh in tried):
-        rest, left = divmod(each, manual.num_devices)
-        name = next(name for name in ("data", "rest", "other axis") if name not in manual)
-        if left == 0:
-            found += [{name: rest, **manual.shape}, {**manual.shape, name: rest}] if rest > 1 else [dict(manual.shape)]
-    return [Mesh(mesh) for mesh in found] or [tried[0]]  # which is refused
 
 
 def _meshes(devices: int) -> list[Mesh]:

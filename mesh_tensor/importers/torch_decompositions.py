@@ -268,15 +268,15 @@ def _tensors_of(node: torch.fx.Node) -> Iterator[Any]:
 def _is_sized(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.layout == torch.strided and all(_is_sized(size) for size in (*value.shape, *value.stride()))
-    if isinstance(value, (torch.SymInt, torch.SymBool)):
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return not free_unbacked_symbols(value)
     return value is None or isinstance(value, (bool, int, float))
 
 
 def _is_arithmetic(node: torch.fx.Node) -> bool:
     """Whether the node computes with open sizes."""
-    is_size = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool))
-    return is_size and node.target in _ARITHMETIC
+    is_size = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return is_size and (node.target in _ARITHMETIC or node.target is torch.sym_float)
 
 
 def _type(value: Any) -> Hashable:
@@ -288,7 +288,7 @@ def _type(value: Any) -> Hashable:
 
 def _size(value: Any) -> Hashable:
     """A number, or the expression that an open size is."""
-    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymBool)) else value
+    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
 
 def _name(node: torch.fx.Node) -> str:

@@ -19,6 +19,7 @@ from mesh_tensor.targets.torch_ops.linear_algebra import independent_dims, is_fu
 
 from .torch_args import arguments, emit, result_dtype
 from .torch_numbers import Convert, clamp, divide_rounded, of_tvm
+from .torch_sizes import Known, in_tir, sizes_of
 
 _NUMBERS = (bool, int, float, str, type(None))
 _WHERE = ("device", "layout", "memory_format", "pin_memory")  # arguments that say where results lie, not what they are
@@ -106,8 +107,13 @@ def _called(
     importer: Any,
     operands: list[relax.Expr],
 ) -> relax.Expr:
-    known, meant = _known_sizes(tensors, operands), node.meta["val"]
-    infos = [_info(tensor, known) for tensor in (meant if isinstance(meant, (tuple, list)) else [meant])]
+    shapes = [
+        tuple(operand.struct_info.shape)[: tensor.meta["val"].dim()]
+        for tensor, operand in zip(tensors, operands, strict=True)
+    ]
+    known = sizes_of(zip([tensor.meta["val"].shape for tensor in tensors], shapes, strict=True))
+    meant = node.meta["val"]
+    infos = [_info(tensor, known, importer) for tensor in (meant if isinstance(meant, (tuple, list)) else [meant])]
     info = relax.TupleStructInfo(infos) if isinstance(meant, (tuple, list)) else infos[0]
     return emit(importer, relax.op.call_pure_packed(name, *operands, relax.StringImm(text), sinfo_args=[info]))
 
@@ -134,17 +140,13 @@ def _stated(value: Any, tensors: list[torch.fx.Node]) -> Any:
     return value
 
 
-def _known_sizes(tensors: list[torch.fx.Node], operands: list[relax.Expr]) -> dict[str, tirx.PrimExpr]:
-    """The symbolic sizes of operands, by what torch calls them."""
-    known: dict[str, tirx.PrimExpr] = {}
-    for tensor, operand in zip(tensors, operands, strict=True):
-        sizes = zip(tensor.meta["val"].shape, operand.struct_info.shape, strict=False)  # of pairs, one is left
-        known |= {str(size): made for size, made in sizes}
-    return known
+def _size(size: torch.SymInt, known: Known, importer: Any) -> tirx.PrimExpr | None:
+    made = in_tir(size.node.expr, known)
+    return importer.size(size) if made is None else made
 
 
-def _info(tensor: torch.Tensor, known: Mapping[str, tirx.PrimExpr]) -> relax.TensorStructInfo:
-    shape = [size if isinstance(size, int) else known.get(str(size)) for size in tensor.shape]
+def _info(tensor: torch.Tensor, known: Known, importer: Any) -> relax.TensorStructInfo:
+    shape = [size if isinstance(size, int) else _size(size, known, importer) for size in tensor.shape]
     if any(size is None for size in shape):
         refuse(f"the result's shape {tuple(tensor.shape)} has sizes that no operand has", fix="export constant sizes")
     if tensor.is_complex():

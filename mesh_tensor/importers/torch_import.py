@@ -38,6 +38,7 @@ from .torch_program import (
     refuse_autocast,
     written_buffers,
 )
+from .torch_sizes import in_tir, sizes_of, symbols_of
 
 
 @uncollected
@@ -85,7 +86,7 @@ class _Importer(ExportedProgramImporter):
     def begin(self, program: torch.export.ExportedProgram) -> None:
         """Take this program next."""
         self._main, self._written = program.graph_module, len(written_buffers(program))
-        self._open: dict[str, tirx.Var] = {}  # by what torch calls a size
+        self._open: dict[Any, tirx.PrimExpr] = {}  # open sizes, by what torch calls them
         self.conditions = list[str]()  # what operators ask of open sizes
 
     def _translate_fx_graph(self, graph_module: Any, nodes: Any, inputs_vars: Any, custom_ops: Any = None) -> Any:
@@ -143,20 +144,37 @@ class _Importer(ExportedProgramImporter):
             return value
         if all(isinstance(size, int) for size in meant.shape):
             return value
-        known = [size if isinstance(size, int) else self._symbols().get(str(size)) for size in meant.shape]
+        known = [size if isinstance(size, int) else self._sizes().get(size.node.expr) for size in meant.shape]
         shape = value.struct_info.shape
-        if None in known or (shape is not None and all(map(_is_known_as, shape, known))):
+        if not all(isinstance(size, (int, tirx.Var)) for size in known):
+            return value
+        if shape is not None and all(map(_is_known_as, shape, known)):
             return value
         return self.block_builder.match_cast(value, relax.TensorStructInfo(known, value.struct_info.dtype))
 
-    def _symbols(self) -> dict[str, tirx.Var]:
+    def size(self, size: int | torch.SymInt) -> int | tirx.PrimExpr | None:
+        """A size, made of the open sizes of the inputs; None if it is not."""
+        if isinstance(size, int):
+            return size
+        known = self._sizes()
+        if (made := in_tir(size.node.expr, known)) is not None:
+            return made
+        symbols = {n: found for n, found in symbols_of(known).items() if n in size.node.expr.free_symbols}
+        made = in_tir(size.node.expr, {**known, **{n: value for n, (value, _) in symbols.items()}})
+        if made is not None:
+            self.conditions += [condition for _, condition in symbols.values()]
+        return made
+
+    def _sizes(self) -> dict[Any, tirx.PrimExpr]:
         """The open sizes of the inputs, by what torch calls them."""
         if not self._open:
-            for node in self._main.graph.find_nodes(op="placeholder"):
-                meant, var = node.meta.get("val"), self.env.get(node)
-                if isinstance(meant, torch.Tensor) and var is not None and var.struct_info.shape is not None:
-                    sizes = zip(meant.shape, var.struct_info.shape, strict=True)
-                    self._open |= {str(size): made for size, made in sizes if isinstance(made, tirx.Var)}
+            places = self._main.graph.find_nodes(op="placeholder")
+            given = [(place.meta.get("val"), self.env.get(place)) for place in places]
+            self._open = sizes_of(
+                (meant.shape, var.struct_info.shape)
+                for meant, var in given
+                if isinstance(meant, torch.Tensor) and not meant.is_complex() and var is not None
+            )
         return self._open
 
     def _is_known(self, node: torch.fx.Node) -> bool:

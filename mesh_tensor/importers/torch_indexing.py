@@ -87,6 +87,11 @@ def one_hot(node: torch.fx.Node, importer: Any) -> relax.Expr:
 def scatter(node: torch.fx.Node, importer: Any, how: str) -> relax.Expr:
     """x with the values of another tensor, or with one number, along a dim ("update"), or with these added ("add")."""
     x, dim, where, source = arguments(node, importer, 4)
+    is_number = not len(x.struct_info.shape)  # which Relax has no scatter for
+    x, where, source = (
+        emit(importer, relax.op.reshape(value, (1,))) if is_number and isinstance(value, relax.Expr) else value
+        for value in (x, where, source)
+    )
     where = _from_start(importer, where)
     if not isinstance(source, relax.Expr):
         dtype = x.struct_info.dtype
@@ -95,7 +100,8 @@ def scatter(node: torch.fx.Node, importer: Any, how: str) -> relax.Expr:
     if str(sizes) != str(given):  # torch takes the first ones
         zeros, dims = [0] * len(sizes), list(range(len(sizes)))
         source = emit(importer, relax.op.strided_slice(source, dims, zeros, sizes))
-    return emit(importer, relax.op.scatter_elements(x, where, source, dim, how))
+    made = emit(importer, relax.op.scatter_elements(x, where, source, dim, how))
+    return emit(importer, relax.op.reshape(made, ())) if is_number else made
 
 
 def _from_start(importer: Any, where: relax.Expr) -> relax.Expr:

@@ -173,4 +173,4 @@ def _values(importer: Any, arg: Any) -> Any:
 
 def _sizes(importer: Any, shape: Sequence[Any]) -> list[Any]:
     """A shape in Relax."""
-    return [size if isinstance(size, int) else importer._symbols()[str(size)] for size in shape]
+    return [importer.size(size) for size in shape]

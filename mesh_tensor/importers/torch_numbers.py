@@ -3,7 +3,6 @@ operators. See torch_ops for what each function takes."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from tvm import relax, tirx
 from mesh_tensor.targets.dtypes import dtype_name
 
 from .torch_args import arguments, emit, in_dtype, in_result_dtype, result_dtype
+from .torch_sizes import SIZES, counted, parted, selected, sliced
 
 Convert = Callable[[Any, Any], Any]
 
@@ -105,6 +105,7 @@ def comparison(op: Convert) -> Convert:
         meant: list[Any] = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args]
         if any(isinstance(value, torch.SymInt) for value in meant):
             return of_tvm(node, importer)
+        meant = [1.0 if isinstance(value, torch.SymFloat) else value for value in meant]
         dtype = dtype_name(torch.result_type(*meant))
         return emit(importer, op(*(in_dtype(importer, operand, dtype) for operand in arguments(node, importer, 2))))
 
@@ -141,20 +142,6 @@ def is_zero(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.equal(x, relax.const(0, x.struct_info.dtype)))
 
 
-def counted(node: torch.fx.Node, importer: Any) -> Any:
-    """Numbers one step apart. Of steps down, and of fractions in whole numbers, which torch cuts off, TVM makes others:
-    these are steps up, multiplied."""
-    start, end, step = arguments(node, importer, 2, step=1)
-    (count,), dtype = node.meta["val"].shape, result_dtype(node)
-    known = all(isinstance(number, (int, float)) for number in (start, end, step, count)) and dtype.startswith("int")
-    if not known or (step > 0 and not any(isinstance(number, float) for number in (start, end, step))):
-        return of_tvm(node, importer)
-    start, step = int(start), int(step)
-    steps = emit(importer, relax.op.arange(0, count, 1, dtype))
-    moved = emit(importer, relax.op.multiply(steps, relax.const(step, dtype)))
-    return emit(importer, relax.op.add(moved, relax.const(start, dtype)))
-
-
 def promotes(node: torch.fx.Node, importer: Any) -> bool:
     """Whether an operand is a tensor of another dtype than the result: whole numbers times a fraction are floats."""
     values = [importer.env.get(arg) for arg in node.args if isinstance(arg, torch.fx.Node)]
@@ -185,30 +172,24 @@ def _of_bools(op: Convert) -> Convert:
     return converted
 
 
-def _of_sizes(op: Convert) -> Convert:
-    """Arithmetic on sizes, which are numbers or symbols."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> Any:
-        return op(*arguments(node, importer, 2))
-
-    return converted
-
-
 def _dims(dims: Any) -> list[int] | None:
     """Dims as Relax takes them; none means all."""
     return list(dims) or None if isinstance(dims, (list, tuple)) else None if dims is None else [dims]
 
 
 NUMBERS: dict[str, Convert] = {
+    **SIZES,
+    "arange.start_step": counted(of_tvm),
+    "select.int": selected(of_tvm),
+    "slice.Tensor": sliced(of_tvm),
+    "split_with_sizes.default": parted(of_tvm),
     "__lshift__.Scalar": of_two(relax.op.left_shift),
     "__rshift__.Scalar": of_two(relax.op.right_shift),
-    "add": _of_sizes(operator.add),
     "amax.default": over_dims(relax.op.max),
     "amin.default": over_dims(relax.op.min),
     "any.default": any_true,
     "any.dim": any_true,
     "any.dims": any_true,
-    "arange.start_step": counted,
     "atan2.default": of_two(relax.op.atan2),
     "clamp.default": clamp,
     "clamp.Tensor": clamp,
@@ -218,18 +199,15 @@ NUMBERS: dict[str, Convert] = {
     "div.Scalar_mode": divide_rounded,
     "div.Tensor": of_two(relax.op.divide),
     "div.Tensor_mode": divide_rounded,
-    "floordiv": _of_sizes(operator.floordiv),
     "logical_and.default": _of_bools(relax.op.logical_and),
     "logical_not.default": is_zero,
     "logical_or.default": _of_bools(relax.op.logical_or),
     "logical_xor.default": _of_bools(relax.op.logical_xor),
     "max.dim": extreme_along(relax.op.argmax),
     "min.dim": extreme_along(relax.op.argmin),
-    "mod": _of_sizes(operator.mod),
     "prod.default": over_dims(relax.op.prod),
     "prod.dim_int": over_dims(relax.op.prod),
     "sort.default": sort,
-    "sub": _of_sizes(operator.sub),
     "sum.default": over_dims(relax.op.sum),
     "sum.dim_IntList": over_dims(relax.op.sum),
     "where.self": where,

@@ -33,7 +33,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _deviation(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    return _root(_wide(x).var(dim, correction=correction, keepdim=keepdim)).to(x.dtype)
+    return _root(_wide(x).var(dim, correction=correction, keepdim=keepdim)).to(x.real.dtype)
 
 
 def _variance_and_mean(x: Tensor, dim: Any = None, *, keepdim: bool = False, **correction: Any) -> tuple[Tensor, ...]:
@@ -42,8 +42,8 @@ def _variance_and_mean(x: Tensor, dim: Any = None, *, keepdim: bool = False, **c
 
 def _vector_norm(x: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False, **dtype: Any) -> Tensor:
     """The norm of vectors along dims (none: all)."""
-    x = x.to(dtype.get("dtype") or x.dtype)
-    size, how = _wide(x).abs(), (list(range(x.ndim)) if dim is None else dim, keepdim)
+    given = x.to(dtype.get("dtype") or x.dtype).abs()  # of complex numbers, real
+    size, how = _wide(given), (list(range(x.ndim)) if dim is None else dim, keepdim)
     if order in (math.inf, -math.inf):
         made = size.amax(*how) if order > 0 else size.amin(*how)
     elif order == 0:
@@ -54,7 +54,7 @@ def _vector_norm(x: Tensor, order: float = 2, dim: Any = None, keepdim: bool = F
         if order < 0:  # the norm of vectors with a 0, which is 0, has no gradient
             size = torch.where((size**order).sum(how[0], True) == math.inf, math.inf, size)
         made = _root((_root(size, 1 / order) if 0 < order < 1 else size**order).sum(*how), order)
-    return made.to(x.dtype)
+    return made.to(given.dtype)
 
 
 def _hinge_embedding(x: Tensor, target: Tensor, margin: float = 1.0, reduction: int = _MEAN) -> Tensor:

@@ -22,7 +22,7 @@ from mesh_tensor.tir.effects import changes_nothing, op_name
 from mesh_tensor.tir.linear import as_expr, vars_of
 from mesh_tensor.tir.loops import backward, shorten
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.rewrite import block_like, guarded, loop_like, neutral_element, replace_block
+from mesh_tensor.tir.rewrite import block_like, guarded, loop_like, neutral_element, replace_block, without_mark
 from mesh_tensor.tir.tile_position import resolve
 from mesh_tensor.tir.user_reports import assert_call, is_print
 
@@ -109,7 +109,7 @@ class _Localizer:
             self.around.append(stmt.loop_var)
             body = self._visit(stmt.body)
             self.around.pop()
-            return _unmarked(loop_like(stmt, extent, body, start=rewrite(stmt.min)))
+            return without_mark(loop_like(stmt, extent, body, start=rewrite(stmt.min)), RESUMED)
         if isinstance(stmt, tirx.While):
             return tirx.While(self.extents.condition(stmt, self.around), self._visit(stmt.body))
         if isinstance(stmt, tirx.IfThenElse):
@@ -199,14 +199,6 @@ class _Localizer:
         of_access = self.analysis.coordinates.of_access
         untyped = [index for dim, index in enumerate(access.indices) if of_access(access, dim) is None]
         return bool(vars_of(untyped, {}) & self.values.block_offsets.keys())
-
-
-def _unmarked(loop: tirx.For) -> tirx.For:
-    """The loop without what only analysis looks at."""
-    if RESUMED not in loop.annotations:
-        return loop
-    marks = {key: value for key, value in loop.annotations.items() if key != RESUMED}
-    return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, marks)
 
 
 def _combine(original: tirx.PrimExpr, current: tirx.PrimExpr, operand: tirx.PrimExpr) -> tirx.PrimExpr:

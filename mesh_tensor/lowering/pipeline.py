@@ -29,7 +29,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.prices import prices_on
 from mesh_tensor.plan.tir_rule import Sizes
 from mesh_tensor.rules.kernel.factor_derivation import Dim
-from mesh_tensor.rules.kernel.normalize import ANALYSES, normalize
+from mesh_tensor.rules.kernel.normalize import ANALYSES, normalize, without_overflow
 from mesh_tensor.rules.kernel.statements import buffer_params, without_binds
 from mesh_tensor.tir.grids import grids_of
 from mesh_tensor.tir.nodes import function_name, loads
@@ -91,8 +91,9 @@ def lower_kernel(
 def _lower_one(
     func: tirx.PrimFunc, *, strict: bool, view: str, split: Mapping[str, Dim] | None, machine: Machine | None
 ) -> Lowered:
-    ruled = verified(rule(verified(read(func, view, machine))))
-    return verified(explicit(_localized(ruled, strict, split)))
+    with without_overflow(func):
+        ruled = verified(rule(verified(read(func, view, machine))))
+        return verified(explicit(_localized(ruled, strict, split)))
 
 
 @dataclass(frozen=True)

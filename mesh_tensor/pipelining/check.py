@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from numbers import Real
+from typing import Any
 
-from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.errors import refuse, shown
 
 from .schedule import Action, Schedule
 
@@ -62,11 +65,10 @@ def check_schedule(
     It must be complete for so many stages and microbatches (by default those that it names), every action must find
     what it needs, and no mesh may hold more than `limit` (in microbatches, or in `held`'s unit).
     """
-    problems = _sizes(schedule, meshes, stages, microbatches) or _incomplete(schedule)
+    problems = _sizes(schedule, meshes, stages, microbatches) or list(islice(_incomplete(schedule), _SHOWN + 1))
     if problems:
-        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         refuse(
-            problems[:_SHOWN] + more,
+            problems[:_SHOWN] + ["and more"] * (len(problems) > _SHOWN),
             where=f"schedule {schedule.name!r}",
             fix="every stage runs F, and B or both of I and W, once per microbatch, all on one mesh",
         )
@@ -83,18 +85,18 @@ def _sizes(schedule: Schedule, meshes: int | None, stages: int | None, microbatc
     return found
 
 
-def _incomplete(schedule: Schedule) -> list[str]:
+def _incomplete(schedule: Schedule) -> Iterator[str]:
+    """What is wrong, as far as it is asked for: numbers in a list of one's own may be any."""
     count = Counter(action for row in schedule.rows for action in row)
-    problems = [f"{action} is there {times} times" for action, times in count.items() if times > 1]
+    yield from (f"{action} is there {times} times" for action, times in count.items() if times > 1)
     for mesh, row in enumerate(schedule.rows):
         away = dict.fromkeys(a.stage for a in row if schedule.mesh_of[a.stage] != mesh)
-        problems += [f"stage {s} is on mesh {schedule.mesh_of[s]} and on mesh {mesh}" for s in away]
+        yield from (f"stage {s} is on mesh {schedule.mesh_of[s]} and on mesh {mesh}" for s in away)
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
             there = "".join(kind for kind in "FBIW" if Action(kind, stage, microbatch) in count)
             if there not in (("FB", "FIW") if schedule.has_backward else ("F",)):
-                problems.append(_what_is_wrong(there, stage, microbatch, schedule.has_backward))
-    return problems
+                yield _what_is_wrong(there, stage, microbatch, schedule.has_backward)
 
 
 def _what_is_wrong(there: str, stage: int, microbatch: int, backward: bool) -> str:
@@ -105,7 +107,8 @@ def _what_is_wrong(there: str, stage: int, microbatch: int, backward: bool) -> s
     missing = [kind for kind in "F" if kind not in there]
     if backward and "B" not in there:
         missing += [kind for kind in "IW" if kind not in there] if set(there) & set("IW") else ["B"]
-    return " and ".join(f"{stage}{kind}{microbatch}" for kind in missing) + " is missing"
+    verb = "are" if len(missing) > 1 else "is"
+    return " and ".join(f"{stage}{kind}{microbatch}" for kind in missing) + f" {verb} missing"
 
 
 def _check_order(schedule: Schedule, dependencies: Dependencies) -> None:
@@ -143,10 +146,21 @@ def _refuse_order(schedule: Schedule, dependencies: Dependencies, heads: dict[in
     )
 
 
+def is_amount(value: Any) -> bool:
+    """Whether it is a number, of any kind, of at least 0."""
+    return not isinstance(value, bool) and isinstance(value, Real) and float(value) >= 0
+
+
 def _check_memory(schedule: Schedule, held: Mapping[int, Held] | None, limit: float | Sequence[float] | None) -> None:
     if limit is None:
         return
-    limits = list(limit) if isinstance(limit, Sequence) else [limit] * schedule.num_meshes
+    limits: list[Any] = [*limit] if isinstance(limit, (list, tuple)) else [limit] * schedule.num_meshes
+    if not all(map(is_amount, limits)) or len(limits) != schedule.num_meshes:
+        refuse(
+            f"limit={shown(limit)}",
+            where=f"schedule {schedule.name!r} on {schedule.num_meshes} meshes",
+            fix="give the microbatches that a mesh may hold at a time, at least 0, or one such number per mesh",
+        )
     facts = []
     for mesh, ((most, _), allowed) in enumerate(zip(_peaks(schedule, held), limits, strict=True)):
         if most > allowed:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.errors import listing, refuse, shown
 
-from .check import Dependencies, Takes, check_schedule
+from .check import Dependencies, Takes, check_schedule, is_amount
 from .schedule import KINDS, Action, Schedule
 
 Costs = Mapping[str, float] | Callable[[Action], float]
@@ -190,12 +190,15 @@ def _of_kinds(costs: Mapping[str, float], schedule: Schedule) -> Callable[[Actio
     table = dict(costs)
     if "B" not in table and {"I", "W"} <= table.keys():
         table["B"] = table["I"] + table["W"]
-    missing = {action.kind for row in schedule.rows for action in row} - table.keys()
-    if missing:
+    kinds = sorted({action.kind for row in schedule.rows for action in row})
+    problems = [f"no cost for {kind} ({KINDS[kind]})" for kind in kinds if kind not in table]
+    strange = {kind: table[kind] for kind in kinds if kind in table and not is_amount(table[kind])}
+    problems += [f"the cost of {kind} ({KINDS[kind]}) is {shown(cost)}" for kind, cost in strange.items()]
+    if problems:
         refuse(
-            [f"no cost for {kind} ({KINDS[kind]})" for kind in sorted(missing)],
+            problems,
             where=f"schedule {schedule.name!r}",
-            fix='give a cost per kind that it runs, as in {"F": 1, "B": 2}',
+            fix='give a cost of at least 0 per kind that it runs, as in {"F": 1, "B": 2}',
         )
     return lambda action: table[action.kind]
 

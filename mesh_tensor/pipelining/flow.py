@@ -7,7 +7,7 @@ the same places, values from before all layers, or parameters of the same type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -27,7 +27,7 @@ from mesh_tensor.annotations.names import (
     with_flat_parameters,
 )
 from mesh_tensor.base.dtypes import is_float
-from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.plan.repeats import UnknownKindError, kind_of, stretches
 from mesh_tensor.rules.operator.call import Structure
@@ -152,14 +152,26 @@ class Flow:
         )
 
 
+_STATED = "name values of submodules, as 'blocks.0.norm', or bindings"
+
+
+def stated_names(names: Any, what: str, fix: str) -> list[str]:
+    """Names in a list, or a single one."""
+    if isinstance(names, str):
+        return [names]
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        refuse(f"{what}={shown(names)}", fix=fix)
+    return list(names)
+
+
 def stated_bindings(flow: Flow, names: Sequence[str]) -> list[str]:
     """The bindings whose statistics are those of each microbatch, by the names of `per_microbatch`."""
-    meant, problems = NamedValues(flow.mod, flow.function).meant_by([names] if isinstance(names, str) else list(names))
+    meant, problems = NamedValues(flow.mod, flow.function).meant_by(stated_names(names, "per_microbatch", _STATED))
     problems += [
         f"{name!r} is in a function that is called" for name, (function, _), _ in meant if function != flow.function
     ]
     if problems:
-        refuse(problems, where="per_microbatch", fix="name values of submodules, as 'blocks.0.norm', or bindings")
+        refuse(problems, where="per_microbatch", fix=_STATED)
     return [flow.origin(value) for _, (_, value), _ in meant]
 
 

@@ -10,7 +10,6 @@ the same shapes that lie alike. Where it has not, the whole function is planned,
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
@@ -38,7 +37,7 @@ class PlanFamilies:
         self._small: FewerLayers | None = None
         self._is_whole = False  # the small modules don't tell
         self._known: Recent[Hashable, Family | _None] = Recent(MODULE_SIZES)
-        self._decided: Recent[Sizes, Decided] = Recent(MODULE_SIZES)
+        self._decided: Recent[Sizes, tuple[Decided, Hashable]] = Recent(MODULE_SIZES)
 
     @uncollected
     def of(self, sizes: Sizes) -> ModulePlan:
@@ -57,18 +56,25 @@ class PlanFamilies:
             return found
         plan = self._plan(sizes, None, None)
         if self._small is None:
-            self._decided.put(sizes, decisions(plan))
+            self._decided.put(sizes, (decisions(plan), outline(plan)))
         return plan
 
-    def like(self, sizes: Sizes, others: Sizes) -> ModulePlan | None:
-        """The plan for sizes that decides what the one for others decided, as far as it may; None where it is of no
-        family that is known, or that for the others is not."""
-        decided = self._decided.get(others)
-        if decided is None or self._small is None:
-            return None if decided is None else self._plan(sizes, None, decided)
-        small = self._tried(sizes, self._small, decided)
-        family = None if small is None else self._known.get(outline(small))
-        return self._member(family, small, sizes) if small is not None and isinstance(family, Family) else None
+    def like(self, sizes: Sizes, others: Sizes, dearer: float) -> ModulePlan | None:
+        """A plan for sizes that is of the family of that for the others: the cheapest, or one that decides what this
+        one did, and is at most so many times as dear (0: none does); None where there is no such plan."""
+        if (known := self._decided.get(others)) is None:
+            return None
+        decided, kind = known
+        made = self._plan(sizes, self._small, None)
+        if outline(made) != kind:
+            again = self._plan(sizes, self._small, decided) if dearer else made
+            if outline(again) != kind or again.cost > dearer * made.cost:
+                return None
+            made = again
+        if self._small is None:
+            return made
+        family = self._known.get(kind)
+        return self._member(family, made, sizes) if isinstance(family, Family) else None
 
     def stages(self, sizes: Sizes, like: ModulePlan) -> Stages:
         """What is made on the way to the plan for sizes that has the outline of another one."""
@@ -89,10 +95,10 @@ class PlanFamilies:
                 return
         self._is_whole = True
 
-    def _tried(self, sizes: Sizes, fewer: FewerLayers, decided: Decided | None = None) -> ModulePlan | None:
+    def _tried(self, sizes: Sizes, fewer: FewerLayers) -> ModulePlan | None:
         """The small plan; None where it is refused: planning the whole function says why."""
         try:
-            return self._plan(sizes, fewer, decided)
+            return self._plan(sizes, fewer, None)
         except MeshTensorError:
             return None
 
@@ -100,13 +106,13 @@ class PlanFamilies:
         """The plan that another one of the family is for these sizes, if there is one."""
         if (small := self._tried(sizes, fewer)) is None:
             return None
-        self._decided.put(sizes, decisions(small))
         kind = outline(small)
+        self._decided.put(sizes, (decisions(small), kind))
         family = self._known.get(kind)
         if family is None:
             whole = self._plan(sizes, None, None)
             self._known.put(kind, family_of(whole, small, fewer.stands) or _None())
-            return replace(whole, cost=small.cost)
+            return whole
         return None if isinstance(family, _None) else self._member(family, small, sizes)
 
     def _member(self, family: Family, small: ModulePlan, sizes: Sizes) -> ModulePlan | None:

@@ -72,7 +72,6 @@ class Family:
             tuple([_as_check(check, small.index_checks[number]) for check, number in checks]),
             self.whole.base,
             known,
-            cost=small.cost,
         )
 
     def _constants(self, small: ModuleProgram) -> dict[str, Any]:

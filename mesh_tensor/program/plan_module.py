@@ -69,7 +69,7 @@ class ModulePlan:
     in order; `state`: by parameter, the result that replaces it in the next call; `index_checks`: what elements of
     arguments have to be, because they are looked up. `stages` finds what was made on the way, for the same sizes.
     Plans of the same `kin` differ in numbers only; where one `tells` them apart, a number that is as another is that in
-    all of them. `cost`: what it takes by its prices; of a plan that is put together, what a part of it takes."""
+    all of them. `cost`: what it takes by its prices, where it was planned by itself."""
 
     made: ModuleProgram
     ports: tuple[Port, ...]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
 
 from .families import PlanFamilies, outline
@@ -98,6 +97,8 @@ class Regions:
         for _ in range(_CORNERS):
             corners = (box := Box(tuple(low), tuple(high), self._periods)).corners
             corner = next((each for each in (corners[0], *reversed(corners)) if each not in plans), None)
+            if len(corners) > _CORNERS:
+                return None
             if corner is None:
                 return (box, {each: plans[each] for each in corners}) if len(corners) > 1 else None
             if (like := self._like(corner, sizes, plan)) is not None:
@@ -138,14 +139,10 @@ class Regions:
         if not self._may_be(one) or chosen(self._named(one)) != chosen(self._named(sizes)):
             return None
         try:
-            own = self._plans.of(one)
-            if outline(own) == outline(plan):
-                return own
-            like = None if self._cheapest else self._plans.like(one, sizes)
-        except MeshTensorError:
+            like = self._plans.like(one, sizes, 0 if self._cheapest else _DEARER)
+            return like if like is not None and outline(like) == outline(plan) else None
+        except Exception:  # nobody asked for these sizes, which the function may not have, without saying so
             return None
-        alike = like is not None and outline(like) == outline(plan) and like.cost <= _DEARER * own.cost
-        return like if alike else None
 
     def _told(self, box: Box, corners: Mapping[Sizes, ModulePlan]) -> Sizes:
         """The periods that count: those of the function alone for symbols of which no split dim's size depends."""

@@ -144,10 +144,13 @@ class Layout:
         return self._tiles[rank].owner
 
     def poisoned(self, tile: torch.Tensor, rank: int) -> torch.Tensor:
-        """The tile of `rank` with poison for its padding."""
+        """The tile of `rank` with poison for its padding. It lies in memory as before, where elements have memory of
+        their own: torch's products of matrices and sums may differ in the last bit by that."""
         if self._tiles[rank].full:
             return tile
         new, valid = self._new(tile.device, poison=True), self._tiles[rank].valid
+        if not tile.is_contiguous() and _is_apart(tile):
+            new = torch.empty_strided(tile.shape, tile.stride(), dtype=tile.dtype, device=tile.device).copy_(new)
         copy(new[valid], tile[valid])
         return new
 
@@ -190,6 +193,16 @@ class Layout:
 def layout_of(shape: tuple[int, ...], dtype: torch.dtype, sharding: Sharding) -> Layout:
     """The Layout of these, described once."""
     return Layout(shape, dtype, sharding)
+
+
+def _is_apart(tensor: torch.Tensor) -> bool:
+    """Whether no two of its elements have the same memory, as those of windows, and what is expanded, do."""
+    span = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= span:
+            return False
+        span += stride * (size - 1) if size > 1 else 0
+    return True
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

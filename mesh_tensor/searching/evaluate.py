@@ -6,7 +6,7 @@ beside other things, all others beside their like. So layouts are planned for a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tvm import ir, tirx
@@ -134,6 +134,18 @@ class _Planned:
                 stated[value] = Annotation(sharding, open=True)
         program = plan_graph(replace(self.graph, mesh=mesh, annotations=stated), self.atoms).made.program
         return _simulated(program, self._machine, named)
+
+
+def meshes_around(manual: Mesh, tried: Sequence[Mesh]) -> list[Mesh]:
+    """The meshes of as many devices that have these axes, and one more, before or after them, of what is left; where
+    there is none, the first one that was tried, which is refused."""
+    found = []
+    name = next(name for name in ("data", *(f"data{n}" for n in range(len(manual)))) if name not in manual)
+    for each in dict.fromkeys(mesh.num_devices for mesh in tried):
+        rest, left = divmod(each, manual.num_devices)
+        if left == 0:
+            found += [{name: rest, **manual.shape}, {**manual.shape, name: rest}] if rest > 1 else [dict(manual.shape)]
+    return [Mesh(mesh) for mesh in found] or [tried[0]]
 
 
 class KernelEvaluator:

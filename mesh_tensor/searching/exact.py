@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.placement import Partial, Placement, Shard
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.atoms import Atoms, NodeRule
@@ -52,6 +52,12 @@ def exact_price(graph: Graph, atoms: Atoms, seconds: float = 60.0) -> Exact:
     Raises:
         MeshTensorError: there is no solver, or it found nothing in time.
     """
+    if graph.manual:
+        axes = listing(sorted(graph.manual))
+        refuse(
+            f"{graph.name!r} has manual computations over {axes}, which are not searched exactly",
+            fix="compare the strategies by their times",
+        )
     try:
         from scipy.optimize import milp
     except ImportError:

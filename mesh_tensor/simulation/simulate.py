@@ -16,7 +16,7 @@ from mesh_tensor.base.machine_presets import CPU, machine_named
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.program import Program
-from mesh_tensor.program.verify import held_bytes
+from mesh_tensor.program.verify import held_bytes, peak_bytes
 
 from .costs import COMPUTE
 from .pipelines import PipelineSimulation, simulate_pipeline
@@ -104,10 +104,10 @@ class Simulation:
         """The bytes that a device holds during each step of the program."""
         return held_bytes(self.program)
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         """The most bytes that a device holds at once."""
-        return max(self.held, default=0)
+        return peak_bytes(self.program)
 
     @property
     def fits(self) -> bool:

@@ -17,7 +17,7 @@ from tvm import arith, tirx
 from .effects import leaves_kernel, leaves_loop, op_name
 from .linear import holds_always, loop_ranges, loops_in
 from .nodes import is_const, nodes
-from .rewrite import call_like, sequence, statements
+from .rewrite import call_like, sequence, statements, without_mark
 
 #: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding.
 _FUSED = "mesh_tensor.fused"
@@ -187,7 +187,7 @@ def join(body: tirx.Stmt) -> tirx.Stmt:
     if not any(_INTERVAL in loop.annotations for loop in nodes(body, tirx.For)):
         return body
     body = tirx.stmt_functor.ir_transform(body, None, _joined, ["tirx.For"])
-    return tirx.stmt_functor.ir_transform(body, None, _unmarked, ["tirx.For"])
+    return tirx.stmt_functor.ir_transform(body, None, lambda loop: without_mark(loop, _INTERVAL), ["tirx.For"])
 
 
 def _apart(loop: tirx.For) -> tirx.Stmt | None:
@@ -286,10 +286,3 @@ def _with_whole_places(body: tirx.Stmt, var: tirx.Var) -> tirx.Stmt:
 def _is_whole(outer: tirx.For, inner: tirx.For) -> bool:
     """Whether both start at 0, and every interval is as long as the others."""
     return is_const(outer.min, 0) and is_const(inner.min, 0) and isinstance(inner.extent, tirx.IntImm)
-
-
-def _unmarked(loop: tirx.For) -> tirx.Stmt | None:
-    if _INTERVAL not in loop.annotations:
-        return None
-    annotations = {key: value for key, value in loop.annotations.items() if key != _INTERVAL}
-    return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, None, annotations)

@@ -167,6 +167,13 @@ def op_name(expr: object) -> str:
     return expr.op.name if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op) else ""
 
 
+def chosen(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:
+    """The condition of a choice, what it is where that holds, and what elsewhere; None if it is no choice."""
+    if isinstance(expr, tirx.Select):
+        return [expr.condition, expr.true_value, expr.false_value]
+    return list(expr.args) if op_name(expr) == "tirx.if_then_else" else None
+
+
 def changes_nothing(stmt: tirx.Stmt) -> bool:
     """Whether the statement is a barrier or a hint: the same values are computed without it."""
     return isinstance(stmt, tirx.Evaluate) and op_name(stmt.value) in NO_EFFECT

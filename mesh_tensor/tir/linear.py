@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tvm import arith, ir, tirx
 
-from .effects import op_name
+from .effects import chosen, op_name
 from .nodes import nodes
 from .prover import Prover
 
@@ -220,8 +220,9 @@ def _evaluated(expr: tirx.PrimExpr, values: Values) -> np.ndarray:
         if isinstance(expr, _DIVISIONS) and not np.all(b):
             raise Unknown
         return _BINARY[type(expr)](a, b)
-    if isinstance(expr, tirx.Select) or op_name(expr) in ("tirx.if_then_else", "tirx.likely"):
-        parts = [expr.condition, expr.true_value, expr.false_value] if isinstance(expr, tirx.Select) else expr.args
-        found = [_evaluated(part, values) for part in parts]
-        return found[0] if len(found) == 1 else np.where(found[0].astype(bool), *found[1:])
+    if op_name(expr) == "tirx.likely":
+        return _evaluated(expr.args[0], values)
+    if (choice := chosen(expr)) is not None:
+        condition, *both = (_evaluated(part, values) for part in choice)
+        return np.where(condition.astype(bool), *both)
     raise Unknown

@@ -22,6 +22,7 @@ from .effects import leaves_kernel, leaves_loop
 from .linear import loop_ranges, loops_in
 from .nodes import is_const, nodes
 from .prover import Prover
+from .rewrite import loop_like, without_mark
 from .user_reports import prints
 
 #: Marks a loop that `lengthen` made.
@@ -79,14 +80,13 @@ def _computes(expr: tirx.PrimExpr) -> bool:
 def _short(loop: tirx.For) -> tirx.Stmt | None:
     if SHORT not in loop.annotations:
         return None
-    annotations = {key: value for key, value in loop.annotations.items() if key != SHORT}
-    found = running(loop)
+    found, plain = running(loop), without_mark(loop, SHORT)
     if found is None:
-        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, None, annotations)
+        return plain
     start, end = found
     analyzer = arith.Analyzer()
     start, extent = analyzer.simplify(start), analyzer.simplify(tirx.max(end - start, 0))
-    return tirx.For(loop.loop_var, start, extent, loop.kind, loop.body.then_case, None, annotations)
+    return loop_like(plain, extent, loop.body.then_case, start=start)
 
 
 def running(loop: tirx.For) -> tuple[tirx.PrimExpr, tirx.PrimExpr] | None:

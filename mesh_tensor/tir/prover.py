@@ -15,6 +15,8 @@ from .nodes import is_const, nodes, same_expression
 _VALUES = (17, 13, 11, 19)  # no multiples of each other, and so small that what sizes are made of is no overflow
 _NUMBERS = (int, tirx.IntImm)
 _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE)
+_DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
+_PARTIAL = (*_DIVISIONS, tirx.Call, tirx.Cast)  # what TVM can't simplify for all numbers
 _Example = dict[tirx.Var, tirx.PrimExpr]
 
 
@@ -51,7 +53,7 @@ class Prover(arith.Analyzer):
             return self.can_prove_equal(one.a - one.b, other.a - other.b)
         if isinstance(one, tirx.And):
             return self._are_alike(one.a, other.a) and self._are_alike(one.b, other.b)
-        if isinstance(one, tirx.Call) and one.op.same_as(other.op) and len(one.args) == len(other.args):
+        if isinstance(one, tirx.Call) and _are_same_calls(one, other):
             return all(
                 self.can_prove_equal(*pair) if _are_whole(*pair) else self._are_alike(*pair)
                 for pair in zip(one.args, other.args, strict=True)
@@ -86,8 +88,10 @@ class Prover(arith.Analyzer):
     def _examples(self, expr: Any) -> Iterator[_Example]:
         """Values that the variables of an expression may have: all at the starts of their ranges, or at the ends, and
         one elsewhere than the others."""
-        variables = dict.fromkeys([expr] if isinstance(expr, tirx.Var) else nodes(expr, tirx.Var))
-        if self._conditions or not all(var.dtype.startswith("int") for var in variables):
+        found = [expr] if isinstance(expr, tirx.Var) else nodes(expr, tirx.Var, *_PARTIAL)
+        variables = dict.fromkeys(node for node in found if isinstance(node, tirx.Var))
+        has_values = all(_has_values(node) for node in found if not isinstance(node, tirx.Var))
+        if self._conditions or not has_values or not all(var.dtype in ("int32", "int64") for var in variables):
             return
         if not self._facts:
             yield dict(zip(variables, map(tirx.IntImm, (v.dtype for v in variables), cycle(_VALUES)), strict=False))
@@ -104,6 +108,22 @@ class Prover(arith.Analyzer):
     def _is_other(self, difference: tirx.PrimExpr, example: _Example) -> bool:
         value = self._at(difference, example)
         return isinstance(value, tirx.IntImm) and int(value) != 0
+
+
+def _has_values(node: tirx.PrimExpr) -> bool:
+    """Whether a node has a value whatever numbers stand in it: nothing is divided by 0, shifted too far, or cast into a
+    type that is too small."""
+    if isinstance(node, _DIVISIONS):
+        return isinstance(node.b, tirx.IntImm)
+    if isinstance(node, tirx.Cast):
+        return not node.dtype.startswith(("int8", "int16", "uint", "bool"))
+    return getattr(node.op, "name", "") == "tirx.if_then_else"
+
+
+def _are_same_calls(one: tirx.Call, other: tirx.Call) -> bool:
+    """Whether two calls differ in their arguments at most."""
+    is_plain = not one.annotations and not other.annotations
+    return is_plain and bool(one.op.same_as(other.op)) and len(one.args) == len(other.args)
 
 
 def _are_whole(*exprs: Any) -> bool:

@@ -110,6 +110,15 @@ def loop_like(
     return tirx.For(loop.loop_var, low, extent, loop.kind, body, thread, loop.annotations, loop.step)
 
 
+def without_mark(loop: tirx.For, mark: str) -> tirx.For:
+    """The loop without an annotation of that name."""
+    if mark not in loop.annotations:
+        return loop
+    marks = {key: value for key, value in loop.annotations.items() if key != mark}
+    thread = loop.thread_binding
+    return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, thread, marks, loop.step)
+
+
 def block_like(
     block: tirx.SBlock,
     body: tirx.Stmt,

@@ -160,6 +160,34 @@ def test_what_is_no_kernel():
     assert "give one of its functions" in message
 
 
+class Heard(logging.Handler):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record)
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """What loggers are told, and that of TileLang's builder whatever ran before in this process told it to be."""
+    handler, root, builder = Heard(), logging.root, logging.getLogger(Builder.__module__)
+    monkeypatch.setattr(builder, "disabled", False)
+    monkeypatch.setattr(builder, "handlers", [handler])
+    monkeypatch.setattr(root.manager, "disable", 0)
+    levels = {logger: logger.level for logger in (root, builder)}
+    root.addHandler(handler)
+    for logger in levels:
+        logger.setLevel(logging.DEBUG)
+    yield handler
+    root.removeHandler(handler)
+    for logger, level in levels.items():
+        logger.setLevel(level)
+
+
 class TestInsideOfAKernel:
     """TileLang logs the whole source of a function that raises while it is traced."""
 
@@ -173,27 +201,20 @@ class TestInsideOfAKernel:
             with T.Kernel(1):
                 A[0, 0] = 0.0
 
-    def test_ours_comes_alone(self, caplog):
-        with caplog.at_level(logging.DEBUG):
-            message = refusal(self.build)
+    def test_ours_comes_alone(self, heard):
+        message = refusal(self.build)
         assert "buffer 'A': missing `sharding`" in message
         line = inspect.getsourcelines(TestInsideOfAKernel.build)[1] + 6
         assert message.endswith(f"\n  line: {__file__}:{line}")
-        assert caplog.records == []
+        assert heard.records == []
 
-    def test_what_others_raise_is_logged_as_before(self, caplog, monkeypatch):
-        # What ran before in this process may have told loggers otherwise.
-        logger = logging.getLogger(Builder.__module__)
-        monkeypatch.setattr(logger, "disabled", False)
-        monkeypatch.setattr(logger, "handlers", [caplog.handler])
-        monkeypatch.setattr(logging.root.manager, "disable", 0)
-
+    def test_what_others_raise_is_logged_as_before(self, heard):
         def build():
             @T.prim_func
             def broken(A: T.Tensor((64, 32), "float32")):
                 with T.Kernel(1):
                     A[0, 0] = missing_name  # noqa: F821
 
-        with caplog.at_level(logging.DEBUG, logger=logger.name), pytest.raises(NameError):
+        with pytest.raises(NameError):
             build()
-        assert any("Failed to build prim_func from broken" in record.getMessage() for record in caplog.records)
+        assert any("Failed to build prim_func from broken" in record.getMessage() for record in heard.records)

@@ -262,3 +262,5 @@ def test_manual_computations_keep_their_axes():
     for strategy in found.strategies[:3]:
         torch.testing.assert_close(found.run(x, w, strategy=strategy), x @ w, rtol=1e-4, atol=1e-4)
         assert strategy.time == pytest.approx(found.simulation(strategy).time)
+    with pytest.raises(mt.MeshTensorError, match="over 'm', which are not searched exactly"):
+        found.over_exact()

@@ -63,6 +63,15 @@ def test_a_machine_without_a_rate_is_told_why_nothing_can_be_planned(perceptron)
             mt.search(module, 2, halves)
 
 
+def test_a_module_that_has_layouts(perceptron):
+    """They were left out of what was simulated, and stood in what was distributed."""
+    mod = mt.annotate_module(perceptron.mod, {"x": 2}, {"x": {"x": 1}})
+    with pytest.raises(mt.MeshTensorError) as caught:
+        mt.search(mod, 2)
+    assert 'is annotated for Mesh({"x": 2}) already' in str(caught.value)
+    assert "search the module as it was before" in str(caught.value)
+
+
 def test_no_module():
     with pytest.raises(mt.MeshTensorError, match="search"):
         mt.search(3, 2)

@@ -34,6 +34,7 @@ def test_what_is_found_runs_as_it_was_simulated():
     torch.testing.assert_close(found.run(a, b, target="interpret"), a @ b, rtol=1e-4, atol=1e-4)
     assert found.simulation().time == pytest.approx(found.best.time)
     assert run.peak_bytes == found.best.memory
+    assert min(found.pareto(), key=lambda each: each.time).time == found.best.time
     names = {"mt": mt, "kernel": found.kernel}
     exec(found.code(), names)
     assert mt.simulate(names["kernel"], "h100x4").time == pytest.approx(found.best.time)

@@ -62,6 +62,7 @@ def spectral(x):
         lambda x: torch.linalg.svdvals(torch.complex(x, x.flip(0))),
         # neither squares nor their sum overflow
         lambda x: (torch.complex(x * 1e25, x * 1e25).abs(), torch.complex(x * 1e-25, x * 1e-25).abs() * 1e25),
+        lambda x: (torch.linalg.vector_norm(torch.complex(x, x.flip(0)), 3, 1), torch.complex(x, x.flip(0)).std(1)),
     ],
 )
 def test_operators_of_torch(function):

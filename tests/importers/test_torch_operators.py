@@ -71,6 +71,7 @@ def assigned(*where, value):
         lambda x: x.scatter(0, torch.zeros(1, 4, 3, dtype=torch.long), x * 2),
         lambda x: x.scatter_add(1, torch.ones(2, 3, 7, dtype=torch.long), x),
         lambda x: x.scatter_add(1, torch.zeros(5, 6, 7, dtype=torch.long), x),
+        lambda x: x.sum().scatter_add(0, torch.tensor(0), x.max()),
     ],
 )
 def test_indexing(function):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.nn import functional as F
 
 import mesh_tensor as mt
 
@@ -96,6 +97,40 @@ def test_the_module_alone_has_the_conditions_wherever_it_goes(tmp_path):
             run(*rows(5))
     with pytest.raises(mt.MeshTensorError, match="% 2 == 0"):
         mt.run_sequential(module.mod, rows(5))
+
+
+class Numbers(nn.Module):
+    """What is computed of sizes: fractions, numbers of elements, places from the end, numbers that go down."""
+
+    def forward(self, a, b):
+        n, k = a.shape[0], b.shape[0]
+        down = torch.arange(n - 1, -1, -1)
+        return (
+            a * n**-0.5 + 1.0 / n - a.double().mean() * (n / 2),
+            torch.where(a > 1 / k, a, k * 0.5).clamp(max=n / k),
+            (a.sum() / a.numel(), torch.full((2,), b.numel()), torch.tensor(n), a.reshape(a.numel() // 8, 8)),
+            (a[-k:], a[:-k], a[k - 5 :], a[-3 * k :], a[n - 2], a.chunk(2), a.split([k, n - k])),
+            (a[down], down, torch.arange(n, 0, -2), a.unfold(0, 3, 1)),
+        )
+
+
+class Resized(nn.Module):
+    def forward(self, a):
+        image = a[None, None]
+        twice, more = (F.interpolate(image, scale_factor=s, mode=m) for s, m in ((2, "nearest"), (3.0, "bilinear")))
+        return twice, more, F.interpolate(image, scale_factor=2.0, mode="bicubic", align_corners=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "counts", "others", "loaded"),
+    [(Numbers(), (8, 3), (5, 2), False), (Resized(), (6,), (11,), True)],
+)
+def test_numbers_that_are_made_of_sizes(model, counts, others, loaded, tmp_path):
+    open_sizes = ({0: Dim.DYNAMIC},) * len(counts)
+    module = mt.from_torch(program(model, rows(*counts), {}, open_sizes, False, tmp_path, loaded))
+    run = mt.distribute_module(module, {"x": 2, "y": 2}, {"a": {"x": 0, "y": 1}}, poison=True)
+    for inputs in (rows(*counts), rows(*others)):
+        torch.testing.assert_close(run(*inputs), model(*inputs))
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,28 @@ def test_a_reversed_reduction(devices, layouts):
     assert_right(kernel, {"x": devices}, layouts, inputs, lambda a, b: a.double() @ b.double())
 
 
+@pytest.mark.parametrize("layouts", [{"A": {"x": 0}, "B": {"x": 0}}, {"A": {"x": 1}, "B": {"x": 1}}])
+@pytest.mark.parametrize("place", [lambda first, i: 15 // i, lambda first, i: first + 14 // i], ids=["plain", "loaded"])
+def test_divided_by_what_is_0_at_first(layouts, place):
+    """Where a condition leaves that iteration out, nobody divides in it: TVM ends at a division by 0."""
+
+    @T.prim_func
+    def divided(A: T.Tensor((8, 16), "float32"), first: T.Tensor((8,), "int32"), B: T.Tensor((8, 16), "float32")):
+        with T.Kernel(8, threads=32) as bx:
+            for i in T.serial(16):
+                if i > 0:
+                    B[bx, i] = A[bx, place(first[bx], i)]
+                else:
+                    B[bx, i] = A[bx, 0]
+
+    a, first = torch.randn(8, 16), torch.arange(8, dtype=torch.int32) % 2
+    kern = mt.compile(mt.annotate(divided, {"x": 2}, layouts), target="interpret", poison=True)
+    places = torch.tensor([[0, *(place(int(f), i) for i in range(1, 16))] for f in first])
+    b = torch.zeros(8, 16)
+    kern(a, first, b)
+    assert torch.equal(b, a.gather(1, places))
+
+
 @pytest.mark.parametrize("target", ["interpret", "c"])
 def test_places_from_the_end(target):
     """In TileLang a place that is negative wherever it is used counts from the end of its dim; they were outside."""

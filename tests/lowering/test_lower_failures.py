@@ -61,3 +61,21 @@ def test_integers_that_are_divided_by_0(kind):
     assert ("8 // bx" if kind == "quotient" else "by % bx") in message
     assert "divides by bx, which is always 0" in message
     assert "kernel 'kernel'" in message
+
+
+def test_whole_numbers_that_outgrow_their_type():
+    """TVM multiplies their terms out."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((32, 40), "float32"), B: T.Tensor((32, 40), "float32")):
+        with T.Kernel(5, 4, threads=32) as (bx, by):
+            for i, j in T.Parallel(8, 8):
+                drawn = ((by * 8 + i) * 40 + bx * 8 + j) * 1103515245 % 65537
+                B[by * 8 + i, bx * 8 + j] = T.if_then_else(drawn % 4 == 0, 0.0, A[by * 8 + i, bx * 8 + j])
+
+    with pytest.raises(mt.MeshTensorError, match="grows beyond its type"):
+        mt.sharding_rule(kernel)
+    message = refused(mt.annotate(kernel, mt.Mesh({"x": 2}), {"A": {"x": 0}}))
+    assert "kernel 'kernel'" in message
+    assert "exceeds maximum of int32" in message
+    assert 'T.cast(i, "int64")' in message

@@ -21,6 +21,7 @@ def refusal(rows, **options):
         (["0F0 0I0"], ["0W0 is missing"]),
         (["0F0 0B0 0W0"], ["0B0 is there beside 0W0"]),
         (["0B0"], ["0F0 is missing"]),
+        (["0F99999999999 0B99999999999"], ["0F0 and 0B0 are missing", "0F7 and 0B7 are missing", "and more"]),
         (["0F0 0F0 0B0"], ["0F0 is there 2 times"]),
         (["0F0 0B0", "0F1 0B1"], ["stage 0 is on mesh 0 and on mesh 1"]),
         (["0F0 0F1 2F0 2F1"], ["1F0 is missing", "1F1 is missing"]),
@@ -80,6 +81,12 @@ def test_a_memory_limit_names_the_action_that_goes_over_it():
     assert str(raised.value).startswith(
         "mesh 1 can't run its action 2, 1F2, within 2: the schedule holds 4 there at its most\n  where: schedule"
     )
+
+
+@pytest.mark.parametrize("limit", ["1 GB", (2,), [2, "2"], -1, True, float("nan")])
+def test_a_memory_limit_that_is_none(limit):
+    with pytest.raises(MeshTensorError, match=r"^limit=.*\n.*on 2 meshes\n.*one such number per mesh"):
+        check_schedule(Schedule.named("1f1b", 2, 4), limit=limit)
 
 
 def test_orders_that_keep_dependencies_pass_and_others_do_not():

@@ -76,5 +76,9 @@ def test_costs_may_differ_by_action():
 def test_what_has_no_cost_or_can_not_run_is_refused():
     with pytest.raises(MeshTensorError, match=r"no cost for I \(input gradient\)\n  - no cost for W"):
         timeline(Schedule.named("zb-h1", 2, 2), {"F": 1, "B": 2})
+    with pytest.raises(
+        MeshTensorError, match=r"the cost of B \(backward\) is -2\n  - the cost of F \(forward\) is '1'"
+    ):
+        timeline(Schedule.named("1f1b", 2, 2), {"F": "1", "B": -2})
     with pytest.raises(MeshTensorError, match="mesh 0 can't go on at its action 0, 0B0"):
         timeline(Schedule.of(["0B0 0F0"]), {"F": 1, "B": 2})

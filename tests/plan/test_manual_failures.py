@@ -119,6 +119,7 @@ def test_gradients_and_searches():
     mod = rows(out={"x": 0})
     for axes in ({"x": 4}, {"y": 2}):
         refused(lambda axes=axes: mt.search(mod, devices=4, meshes=[axes]), "axis 'x' of 2 devices", "devices=mt.Mesh")
+    refused(lambda: mt.search(mod, 2, batch=8, inputs=["x0"]), "manual computations over 'x'", "leave out batch")
     both = rows(mesh={"x": 2, "y": 2}, out={"x": 0}, axes=["x", "y"])
     refused(lambda: mt.search(both, devices=4, meshes=[{"y": 2, "x": 2}]), "are 'x', 'y', but 'y', 'x' in the mesh")
     refused(lambda: mt.search(both, devices=6), "has 6 in Mesh", "{'x': 2, 'y': 2}, in this order")

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.export import Dim
 import mesh_tensor as mt
 from kernels.models import llama
 from mesh_tensor.program import region
+from mesh_tensor.program.families import outline
 from mesh_tensor.program.size_terms import Box, Terms
 
 from .test_families import same_as_new
@@ -59,6 +61,18 @@ def test_two_sizes(found):
         torch.testing.assert_close(run(tokens), model(tokens), rtol=2e-4, atol=2e-5)
         same_as_new(run)
     assert len(found[True]) >= 4
+
+
+def test_what_costs_decide_of_two_sizes(found):
+    """Where costs gather weights for many tokens, and sum results of few, most sizes have a range none the less."""
+    model, module = llama_of_any_length(batch=True)
+    run = mt.distribute_module(module, {"x": 2}, llama.tensor_parallel(LLAMA, "x"), poison=True)
+    draw = random.Random(0).randint
+    for size in [(draw(1, 16), draw(5, 120)) for _ in range(16)]:
+        tokens = torch.randint(48, size)
+        torch.testing.assert_close(run(tokens), model(tokens), rtol=2e-4, atol=2e-5)
+        assert outline(run.plan) == outline(replace(run.plan, made=run.plan.stages().made))
+    assert len(found[True]) >= 8
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -325,6 +325,18 @@ def test_memory_of_loops_is_what_the_runtime_holds(name, mesh, layouts):
     assert mt.simulate(run).peak_bytes == launch._run.peak_bytes
 
 
+def test_what_has_no_steps_holds_what_it_is_given():
+    builder, x = relax.BlockBuilder(), relax.Var("x", relax.TensorStructInfo((8, 4), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            result = builder.emit_output(x)
+        builder.emit_func_output(result)
+    run = mt.distribute_module(builder.get(), {"x": 2}, {"x": {"x": 0}})
+    run(torch.rand(8, 4))
+    (launch,) = run._launches
+    assert mt.simulate(run).peak_bytes == launch._run.peak_bytes == 4 * 4 * 4
+
+
 def test_without_one_kind_is_without_its_steps():
     made = mt.simulate(k_split(2), FAST)
     (kernel,) = {step.kind for step in made.steps if step.stream == "device"}

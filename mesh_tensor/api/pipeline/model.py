@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -361,6 +361,9 @@ class Pipeline:
         them, the schedule with its bubble, and what every mesh holds at most; for the sizes planned last."""
         machine = machine or self._machine
         return explain_pipeline(self.topology, self.schedule, self.fragments, self._takes, machine, self.memory)
+
+    def __reduce__(self) -> NoReturn:
+        refuse("a Pipeline can't be pickled or copied", fix="save its state_dict(), and make the pipeline again there")
 
     def __repr__(self) -> str:
         return f"Pipeline({self._flow.function}, {len(self.stages)} stages, {self.schedule.name!r}, {self.topology})"

@@ -13,7 +13,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import NamedStage, stages_by_mesh
 from mesh_tensor.pipelining.balance import balanced_stages
-from mesh_tensor.pipelining.flow import Flow
+from mesh_tensor.pipelining.flow import Flow, stated_names
 from mesh_tensor.pipelining.fragments import FUNCTION, Stage, saved_name
 from mesh_tensor.runtime.backend import checked_kind
 
@@ -25,6 +25,7 @@ _MEMORY = (
     'give {name: "pinned_host"}: weights, or values that stages compute (of submodules, or bindings), and hold for '
     "backwards"
 )
+_TRAIN = "give names of weights, or True for all of them"
 _LAYOUTS = "give {mesh: {name: layout}}, or {name: layout} for all meshes; layouts as annotate_module takes them"
 
 
@@ -85,13 +86,13 @@ def trained_weights(flow: Flow, weights: Mapping[str, Any], train: bool | Sequen
     floats = [name for name in kept if flow.is_float(name) and name in used]
     wanted = floats
     if train is not True:
-        meant, problems = NamedValues(flow.mod, flow.function).meant_by([train] if isinstance(train, str) else train)
+        meant, problems = NamedValues(flow.mod, flow.function).meant_by(stated_names(train, "train", _TRAIN))
         wanted = [value for name, (_, value), _ in meant if value in floats or not is_pattern(name)]
         problems += [f"{name!r} is written by the model itself" for name in wanted if name in flow.state]
         others = [name for name in wanted if name not in floats and name not in flow.state]
         problems += [f"{name!r} is no weight that holds floats" for name in others]
         if problems:
-            refuse(problems, where="train", fix="give names of weights, or True for all of them")
+            refuse(problems, where="train", fix=_TRAIN)
     if not wanted:
         refuse("there is nothing to train", why="no weight holds floats", fix="pass weights=, or leave out train")
     return tuple(dict.fromkeys(wanted))

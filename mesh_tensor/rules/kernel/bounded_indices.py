@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tvm import arith, tirx
 
-from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.effects import chosen, op_name
 from mesh_tensor.tir.linear import Linear, sum_of, vars_of
 from mesh_tensor.tir.nodes import nodes
 
@@ -140,9 +140,8 @@ class Distance:
             return bounds and Interval((bounds.low - (divisor - 1)) / divisor, bounds.high / divisor)
         if isinstance(expr, tirx.FloorMod) and divisor:
             return Interval(Fraction(0), Fraction(divisor - 1)) + self._along.scaled(-slope)
-        if op_name(expr) == "tirx.if_then_else" or isinstance(expr, tirx.Select):
-            branches = expr.args[1:] if isinstance(expr, tirx.Call) else (expr.true_value, expr.false_value)
-            a, b = (self.bounds(branch, slope) for branch in branches)
+        if (choice := chosen(expr)) is not None:
+            a, b = (self.bounds(branch, slope) for branch in choice[1:])
             return None if a is None or b is None else a.hull(b)
         return None
 

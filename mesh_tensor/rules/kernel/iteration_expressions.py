@@ -9,7 +9,7 @@ from functools import reduce
 
 from tvm import tirx
 
-from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.effects import chosen, op_name
 from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import loads
 from mesh_tensor.tir.rewrite import number
@@ -34,7 +34,7 @@ from .state_values import (
     plus,
     times,
 )
-from .statements import Access, Kernel, Loop, Statement, chosen, is_load_of, lowest_or
+from .statements import Access, Kernel, Loop, Statement, is_load_of, lowest_or
 
 #: An operation on values, and what it makes of what lies past the end.
 _Binary = tuple[Callable[[StateValue, StateValue], StateValue | None], Callable[[float, float], float]]

@@ -185,7 +185,7 @@ class Iteration(Expressions):
     def _over(self, statement: Statement) -> set[tirx.Var]:
         """What a statement walks in one iteration, and its target does not."""
         indexed = {v for form in statement.target.forms if form is not None for v in form.terms}
-        return {x.var for x in statement.loops if x.var in self._inner and not x.runs_once} - indexed
+        return {x.var for x in statement.loops if x.var in self._inner and not self.kernel.is_idle(x.var)} - indexed
 
     def _operand(self, statement: Statement) -> StateValue | None:
         """What the statement stores, or combines with its target."""

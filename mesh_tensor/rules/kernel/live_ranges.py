@@ -147,7 +147,7 @@ class LiveRanges:
         for buffer in exposed & set(env):
             root = self._union(before.get(buffer, set()) | env[buffer])
             env[buffer] = {root}
-            if not loop.runs_once:
+            if not self._kernel.is_idle(loop.var):
                 self._carried[root].add(loop.var)
         if not _runs_at_least_once(loop):
             for buffer, ids in before.items():

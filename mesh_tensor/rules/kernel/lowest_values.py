@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from mesh_tensor.base.dtypes import is_float
+from mesh_tensor.tir.effects import chosen
 from mesh_tensor.tir.linear import Linear
 from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Reduce
@@ -21,7 +22,7 @@ from mesh_tensor.tir.tile_ops import Reduce
 from .coordinates import Coordinates
 from .live_ranges import LiveRange
 from .state_values import Atom
-from .statements import Access, Kernel, Loop, Statement, chosen, is_load_of
+from .statements import Access, Kernel, Loop, Statement, is_load_of
 
 
 @dataclass(frozen=True, eq=False)

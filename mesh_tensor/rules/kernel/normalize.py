@@ -10,12 +10,13 @@ becomes one statement; rows on chip that nothing depends on go.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 
 from tvm import arith, ir, tirx
 
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR
-from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.recent import made_once
 from mesh_tensor.tir.double_loops import unfuse, with_intervals
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointers, written
@@ -48,6 +49,26 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
         MeshTensorError: a buffer is in no memory that is known, a view is not understood, or integers are divided by 0.
     """
     return _normalized(_Source(func.without_attr(INFO_ATTR).without_attr(MESH_ATTR)))
+
+
+@contextmanager
+def without_overflow(func: tirx.PrimFunc) -> Iterator[None]:
+    """Inside, kernels are refused in which whole numbers leave their type where terms are multiplied out: TVM gives up.
+
+    Raises:
+        MeshTensorError: there is such a number.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, MeshTensorError) or "Literal value" not in str(error):
+            raise
+        refuse(
+            f"a whole number grows beyond its type ({str(error).rpartition(': ')[2]})",
+            where=f"kernel {function_name(func)!r}",
+            why="what comes of that is not defined",
+            fix='compute it in "int64", as by T.cast(i, "int64") * 1103515245, or in "uint32", which begins anew at 0',
+        )
 
 
 class _Source:

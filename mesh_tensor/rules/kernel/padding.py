@@ -16,6 +16,7 @@ from tvm import ir, tirx
 
 from mesh_tensor.base.reductions import neutral, reduction
 from mesh_tensor.tir import tile_ops
+from mesh_tensor.tir.effects import chosen
 from mesh_tensor.tir.linear import Linear, as_expr
 from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_position import with_bounds
@@ -226,8 +227,8 @@ class Padding:
             return self._value(expr.value, place)
         if isinstance(expr, tirx.BufferLoad):
             return self._load(expr, place)
-        if isinstance(expr, tirx.Select):
-            return self._choice(expr.condition, expr.true_value, expr.false_value, place)
+        if (choice := chosen(expr)) is not None:
+            return self._choice(choice, place)
         if isinstance(expr, tirx.Call) and isinstance(expr.op, ir.Op):
             return self._call(expr, place)
         if type(expr) in _ARITHMETIC:
@@ -238,9 +239,6 @@ class Padding:
         return ANYTHING
 
     def _call(self, expr: tirx.Call, place: _Place) -> Content:
-        if expr.op.name in ("tirx.if_then_else",):
-            condition, then, otherwise = expr.args
-            return self._choice(condition, then, otherwise, place)
         if expr.op.name in _FUNCTIONS:
             return self._value(expr.args[0], place).mapped(_FUNCTIONS[expr.op.name])
         return ANYTHING
@@ -261,7 +259,8 @@ class Padding:
                 return self._access(access)
         return ANYTHING
 
-    def _choice(self, condition, then, otherwise, place: _Place) -> Content:
+    def _choice(self, choice: list[tirx.PrimExpr], place: _Place) -> Content:
+        condition, then, otherwise = choice
         truth = self._truth(condition, place)
         if truth is not None:
             return self._value(then if truth else otherwise, place)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from mesh_tensor.tir.effects import chosen
 from mesh_tensor.tir.nodes import nodes
 
 from .coordinates import Coordinates
@@ -29,7 +30,6 @@ from .statements import (
     Kernel,
     Loop,
     Statement,
-    chosen,
     describe,
     mentions,
     without_binds,

@@ -21,7 +21,7 @@ from .factors import Factor
 from .granularity import Refined
 from .live_ranges import LiveRanges, Taints, find_taints
 from .lookups import candidates, find_windows, lookups
-from .normalize import ANALYSES, normalize
+from .normalize import ANALYSES, normalize, without_overflow
 from .packed_rows import packed_rows
 from .padding import is_inside
 from .reader import read_kernel
@@ -182,7 +182,9 @@ def sharding_rule(prim_func: tirx.PrimFunc) -> ShardingRule:
     Raises:
         MeshTensorError: the function is not one TileLang kernel.
     """
-    return sharding_rule_of(analyse(normalize(check_kernel(prim_func))))
+    func = check_kernel(prim_func)
+    with without_overflow(func):
+        return sharding_rule_of(analyse(normalize(func)))
 
 
 def sharding_rule_of(analysis: Analysis, made: Refined | None = None) -> ShardingRule:

@@ -17,7 +17,7 @@ from tvm import arith, tirx
 
 from mesh_tensor.base.reductions import REDUCTIONS, reduction
 from mesh_tensor.tir import tile_ops
-from mesh_tensor.tir.effects import is_hint, op_name
+from mesh_tensor.tir.effects import chosen, is_hint, op_name
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.nodes import is_const, loads, same_expression
 from mesh_tensor.tir.prover import Prover
@@ -36,11 +36,6 @@ class Loop:
     extent: tirx.PrimExpr
     kind: str
     node: tirx.For | None
-
-    @property
-    def runs_once(self) -> bool:
-        """Whether it has just one iteration, so that nothing goes from one to another."""
-        return is_const(self.extent, 1)
 
 
 @dataclass(eq=False)
@@ -167,6 +162,14 @@ class Kernel:
             self._once[var] = self.analyzer.can_prove_equal(self.loops[var].extent, 1)
         return self._once[var]
 
+    def is_idle(self, var: tirx.Var) -> bool:
+        """Whether a loop has a single iteration, and no place depends on it: it neither walks nor carries anything."""
+        return is_const(self.loops[var].extent, 1) and var not in self._placing
+
+    @cached_property
+    def _placing(self) -> set[tirx.Var]:
+        return vars_of([index for s in self.statements for a in s.accesses for index in a.indices], self.binds)
+
     def is_param(self, buffer: tirx.Buffer) -> bool:
         return any(buffer.same_as(param) for param in self.params.values())
 
@@ -241,13 +244,6 @@ def is_load_of(expr: tirx.PrimExpr, place: tirx.BufferStore | Access) -> bool:
 def same_indices(a: tirx.BufferLoad | Access, b: tirx.BufferStore | Access) -> bool:
     """Whether two elements, perhaps of different buffers, are at the same indices."""
     return len(a.indices) == len(b.indices) and all(map(same_expression, a.indices, b.indices))
-
-
-def chosen(expr: tirx.PrimExpr) -> list[tirx.PrimExpr] | None:
-    """The condition of a choice, what it is where that holds, and what elsewhere; None if it is no choice."""
-    if isinstance(expr, tirx.Select):
-        return [expr.condition, expr.true_value, expr.false_value]
-    return list(expr.args) if op_name(expr) == "tirx.if_then_else" else None
 
 
 def lowest_or(expr: tirx.PrimExpr) -> tuple[tirx.BufferLoad, float, tirx.PrimExpr] | None:

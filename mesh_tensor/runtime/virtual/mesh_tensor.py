@@ -181,13 +181,23 @@ def plan_redistribution(
       step        over  layout after  bytes per device
       all_to_all  x     S[1]          3,072
     """
-    if not isinstance(src, Sharding):
-        refuse(
-            f"the layout {shown(src)} is of no mesh",
-            where="plan_redistribution",
-            fix="pass a Sharding (Sharding.make or Sharding.parse makes one, and tensors have one)",
-        )
+    _check_described(shape, dtype, src, "plan_redistribution")
     return _planned(tuple(shape), dtype, src, as_sharding(src.mesh, src.ndim, dst))
+
+
+def _check_described(shape: Sequence[int], dtype: torch.dtype, src: Sharding, where: str) -> None:
+    """Refuse what describes no tensor on a mesh."""
+    problems: list[str] = [] if isinstance(src, Sharding) else [f"the layout {shown(src)} is of no mesh"]
+    problems += [] if isinstance(dtype, torch.dtype) else [f"dtype={shown(dtype)} is no dtype of torch's"]
+    sizes = isinstance(shape, Sequence) and all(isinstance(size, int) and size >= 0 for size in shape)
+    problems += [] if sizes else [f"shape={shown(shape)} has something else than sizes of at least 0"]
+    if problems:
+        refuse(
+            problems,
+            where=where,
+            fix="pass sizes, a dtype as torch.float32, and a Sharding (Sharding.make or Sharding.parse makes one, and "
+            "tensors have one)",
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -230,6 +240,7 @@ def plan_transfer(
     Raises:
         MeshTensorError: the sharding does not fit the mesh or the shape.
     """
+    _check_described(shape, dtype, src, "plan_transfer")
     dst = as_sharding(Mesh(mesh), len(shape), sharding)
     return TransferPlan.make(shape, str(dtype).removeprefix("torch."), dtype.itemsize, src, dst, small)
 
@@ -246,6 +257,12 @@ def transfer(tensor: MeshTensor, mesh: Mesh | Mapping[str, int], sharding: Shard
     >>> there, there.tile(2)
     (MeshTensor((6,), int64, S[0], Mesh({"y": 3})), tensor([4, 5]))
     """
+    if not isinstance(tensor, MeshTensor):
+        refuse(
+            f"tensor={shown(tensor)} is no MeshTensor",
+            where="transfer",
+            fix="lay it out on its mesh first: mt.distribute(tensor, mesh, sharding)",
+        )
     plan = plan_transfer(tensor.shape, tensor.dtype, tensor.sharding, mesh, sharding)
     return run_transfer(plan, tensor)
 

@@ -23,8 +23,8 @@ from mesh_tensor.tir.nodes import int_or, is_const, loads, nodes
 from mesh_tensor.tir.rewrite import sequence, statements
 
 from .blas import blas_wanted
-from .exprs import const, loop_nest
-from .fuse import accesses, expressions, walk
+from .exprs import const, loop_nest, same
+from .fuse import accesses, uses_in, walk
 from .products import FACTORS, RESULT, is_product, map_sequences, own_blocks, uses_of, walks_all, whole_store
 
 _Accesses = list[tirx.BufferLoad | tirx.BufferStore]
@@ -45,22 +45,14 @@ def _private_blocks(body: tirx.Stmt) -> list[tirx.Buffer]:
     """The kernel's own buffers that nothing has a pointer to, or sees in another form."""
     own = own_blocks(body)
     pointed = {c.args[0].buffer.data for c in nodes(body, tirx.Call) if op_name(c) == "tirx.address_of"}
-    pointed |= {use.buffer.data for use in _all(body) if not use.buffer.same_as(own.get(use.buffer.data))}
+    named = [use for use in uses_in(body) if not isinstance(use, tirx.Var)]
+    pointed |= {use.buffer.data for use in named if not use.buffer.same_as(own.get(use.buffer.data))}
     pointed |= set(nodes(body, tirx.Var))
     return [buffer for data, buffer in own.items() if data not in pointed and not buffer.strides]
 
 
-def _all(where: tirx.Stmt) -> _Accesses:
-    """The accesses, statement by statement: one that is part of several statements is found in each."""
-    found: _Accesses = []
-    for part in walk(where):
-        found += [load for expr in expressions(part) for load in loads(expr)]
-        found += [part] if isinstance(part, tirx.BufferStore) else []
-    return found
-
-
 def _uses(where: tirx.Stmt, block: tirx.Buffer) -> _Accesses:
-    return [use for use in _all(where) if use.buffer.same_as(block)]
+    return [use for use in uses_in(where) if not isinstance(use, tirx.Var) and use.buffer.same_as(block)]
 
 
 def _passed_on(body: tirx.Stmt, block: tirx.Buffer, params: frozenset[tirx.Var]) -> tirx.Stmt | None:
@@ -95,17 +87,13 @@ def _only_reader(store: tirx.BufferStore, after: Sequence[tirx.Stmt], params: fr
             return None
         reads = [load for load in loads(stmt) if load.buffer.same_as(store.buffer)]
         if reads:
-            same = len(reads) == 1 and all(map(_same, reads[0].indices, store.indices))
-            return place if same and not any(use is reads[0] for i in stmt.indices for use in loads(i)) else None
+            alike = len(reads) == 1 and all(map(same, reads[0].indices, store.indices))
+            return place if alike and not any(use is reads[0] for i in stmt.indices for use in loads(i)) else None
         if stmt.buffer.same_as(store.buffer):
             return None
         if stmt.buffer.data in sources or (stmt.buffer.data in params and sources & params):
             return None
     return None
-
-
-def _same(a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
-    return bool(tirx.analysis.expr_deep_equal(a, b))
 
 
 def _with_value(stmt: tirx.BufferStore, store: tirx.BufferStore) -> tirx.BufferStore:
@@ -166,7 +154,7 @@ def _sets_all(stmt: tirx.Stmt, block: tirx.Buffer) -> bool:
         return False
     first = next(part for part in statements(stmt) if _uses(part, block))
     stored = isinstance(first, tirx.BufferStore) and first.buffer.same_as(block) and len(_uses(first, block)) == 1
-    return stored and all(all(map(_same, use.indices, uses[0].indices)) for use in uses)
+    return stored and all(all(map(same, use.indices, uses[0].indices)) for use in uses)
 
 
 def _sliced(body: tirx.Stmt, block: tirx.Buffer) -> tirx.Stmt:

@@ -85,6 +85,11 @@ def cast(value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
     return const(value.value, dtype) if isinstance(value, tirx.IntImm) else tirx.Cast(dtype, value)
 
 
+def same(a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
+    """Whether two expressions are written alike."""
+    return bool(tirx.analysis.expr_deep_equal(a, b))
+
+
 def all_of(conditions: Iterable[tirx.PrimExpr]) -> tirx.PrimExpr | None:
     """The conjunction of `conditions`, or None if there are none."""
     result = None
@@ -239,7 +244,7 @@ class Bounds:
     def outside(self, index: tirx.PrimExpr, size: tirx.PrimExpr) -> list[tirx.PrimExpr]:
         """Those of `0 <= index` and `index < size` that can't be proved."""
         zero = tirx.IntImm(index.dtype, 0)
-        return [c for c in (tirx.GE(index, zero), tirx.LT(index, _as(size, index.dtype))) if not self.proves(c)]
+        return [c for c in (tirx.GE(index, zero), tirx.LT(index, cast(size, index.dtype))) if not self.proves(c)]
 
     def guard(self, buffer: tirx.Buffer, indices: Sequence[tirx.PrimExpr]) -> list[tirx.PrimExpr]:
         """The conditions under which `buffer[indices]` is inside the buffer, without those that always hold."""
@@ -250,19 +255,13 @@ class Bounds:
     ) -> tuple[tirx.PrimExpr, tirx.PrimExpr]:
         """The `i` in `begin <= i < end` are those of `0 ... extent - 1` for which `start + i` is inside `size`."""
         start = self.simplify(start)
-        zero, size, extent = tirx.IntImm(start.dtype, 0), _as(size, start.dtype), _as(extent, start.dtype)
+        zero, size, extent = tirx.IntImm(start.dtype, 0), cast(size, start.dtype), cast(extent, start.dtype)
         begin = zero if self.proves(start >= 0) else tirx.Max(zero, self.simplify(0 - start))
         inside = self.proves(start + extent <= size)
         end = extent if inside else tirx.Min(extent, self.simplify(size - start))
-        return _as(begin, "int32"), _as(end, "int32")
+        return cast(begin, "int32"), cast(end, "int32")
 
 
 def _has_floats(expr: tirx.PrimExpr) -> bool:
     """Whether a part of an expression is no integer: what simplifies integers need not hold of NaN."""
     return not all(part.dtype.startswith(("int", "uint", "bool")) for part in nodes(expr, tirx.PrimExpr))
-
-
-def _as(expr: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
-    if expr.dtype == dtype:
-        return expr
-    return tirx.IntImm(dtype, expr.value) if isinstance(expr, tirx.IntImm) else tirx.Cast(dtype, expr)

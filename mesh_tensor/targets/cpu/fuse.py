@@ -75,6 +75,16 @@ def expressions(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
     return [stmt.condition] if isinstance(stmt, tirx.IfThenElse | tirx.While) else []
 
 
+def uses_in(where: tirx.Stmt) -> Iterator[tirx.BufferLoad | tirx.BufferStore | tirx.Var]:
+    """The accesses and the variables, statement by statement: what is part of several statements is found in each; what
+    is the same object twice in one expression, once."""
+    for part in walk(where):
+        for expr in expressions(part):
+            yield from nodes(expr, tirx.BufferLoad, tirx.Var)
+        if isinstance(part, tirx.BufferStore):
+            yield part
+
+
 def contiguous(indices: tuple[tirx.PrimExpr, ...], var: tirx.Var) -> bool:
     """Whether the elements of neighbouring values of `var` are neighbours in memory."""
     if not indices:

@@ -16,8 +16,8 @@ from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.nodes import int_or, is_const, nodes
 from mesh_tensor.tir.rewrite import sequence, statements
 
-from .exprs import GEMM, const, map_bodies
-from .fuse import expressions, walk
+from .exprs import GEMM, const, map_bodies, same
+from .fuse import expressions, uses_in, walk
 
 #: Where the arguments of a product's call are.
 FACTORS, RESULT = (1, 2), 3
@@ -45,14 +45,8 @@ def own_blocks(body: tirx.Stmt) -> dict[tirx.Var, tirx.Buffer]:
 
 
 def uses_of(data: tirx.Var, where: tirx.Stmt) -> int:
-    """In how many places of statements an access or a pointer is one to this memory. What is the same object twice in
-    one expression counts once."""
-    found = 0
-    for part in walk(where):
-        uses = [use for expr in expressions(part) for use in nodes(expr, tirx.BufferLoad, tirx.Var)]
-        uses += [part] if isinstance(part, tirx.BufferStore) else []
-        found += sum((use if isinstance(use, tirx.Var) else use.buffer.data).same_as(data) for use in uses)
-    return found
+    """In how many places of statements an access or a pointer is one to this memory."""
+    return sum((use if isinstance(use, tirx.Var) else use.buffer.data).same_as(data) for use in uses_in(where))
 
 
 def walks_all(loops: Sequence[tirx.For], indices: Sequence[tirx.PrimExpr], shape: Sequence[tirx.PrimExpr]) -> bool:
@@ -150,11 +144,7 @@ def _is_copy(store: tirx.BufferStore, own: dict[tirx.Var, tirx.Buffer]) -> bool:
     if not source.same_as(own.get(source.data)) or source.strides or source.dtype != buffer.dtype:
         return False
     same_form = [int(s) for s in source.shape] == [int(s) for s in buffer.shape]
-    return same_form and all(map(_same, value.indices, store.indices))
-
-
-def _same(a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
-    return a.same_as(b) or isinstance(a, tirx.IntImm) and is_const(b, int(a))
+    return same_form and all(map(same, value.indices, store.indices))
 
 
 def _cleared(after: Sequence[tirx.Stmt], buffer: tirx.Buffer) -> list[tirx.Stmt] | None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.tir.effects import FIX, FROM, changes_nothing, op_name, refuse_thread_groups
+from mesh_tensor.tir.effects import FIX, FROM, changes_nothing, chosen, op_name, refuse_thread_groups
 from mesh_tensor.tir.grids import without_grid_barriers
 from mesh_tensor.tir.nodes import function_name, is_const, loads, nodes
 from mesh_tensor.tir.reducers import parts_of
@@ -254,9 +254,8 @@ class _Retarget:
                     FIX,
                 )
             return self._expr(self._inlined[expr]) if expr in self._inlined else expr
-        if isinstance(expr, tirx.Select) or op_name(expr) == "tirx.if_then_else":
-            parts = expr.args if isinstance(expr, tirx.Call) else (expr.condition, expr.true_value, expr.false_value)
-            return self._choice(*parts)
+        if (choice := chosen(expr)) is not None:
+            return self._choice(*choice)
         if isinstance(expr, tirx.And):
             left = self._expr(expr.a)
             with self._bounds.assume(left):

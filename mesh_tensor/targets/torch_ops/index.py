@@ -88,12 +88,23 @@ class _Held:
     def found(self, index: Tensor, look_up: Callable[[Tensor], Tensor], lanes: Sequence[int]) -> Tensor:
         """What is looked up at these indices, in this shape, if the device holds it, and 0 if another one does. Of an
         index outside the dim the first device makes poison."""
-        made = look_up((index - self._first).clamp(0, max(0, self.held - 1)))
         mine = (index >= self._first) & (index < self._first + self.held)
-        made = torch.where(mine.reshape(lanes), made, torch.zeros((), dtype=made.dtype, device=made.device))
-        if self._first:
+        made = self._cleared(look_up(torch.where(mine, index - self._first, 0)), ~mine, lanes)
+        outside = (index < 0) | (index >= self.size)
+        if self._first or (made.device.type == "cpu" and not outside.any()):
             return made
-        return torch.where(((index < 0) | (index >= self.size)).reshape(lanes), poison_like(made), made)
+        return torch.where(outside.reshape(lanes), poison_like(made), made)
+
+    def _cleared(self, made: Tensor, others: Tensor, lanes: Sequence[int]) -> Tensor:
+        """What was looked up, with 0 for others; on a CPU in its place: most of the work would be to copy the rest."""
+        bits = _BITS.get(made.itemsize)
+        if others.ndim != 1 or bits is None or made.device.type != "cpu" or made.requires_grad:
+            return torch.where(others.reshape(lanes), torch.zeros((), dtype=made.dtype, device=made.device), made)
+        made.view(bits).index_fill_(self.dim, others.nonzero().squeeze(1), 0)
+        return made
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: dtypes of which 0 has no bit set
 
 
 @placed_torch_op("mesh.local_take")
@@ -132,7 +143,7 @@ def _local_gather(call: OpCall, place: Place) -> Function:
         data.check(index, -data.size)
         index = index.long()
         index = torch.where(index < 0, index + data.size, index)
-        elements = partial(torch.gather, x, data.dim) if data.held else x.new_zeros(()).expand_as
+        elements = partial(torch.gather, x, data.dim) if data.held else lambda at: x.new_zeros(at.shape)
         return data.found(index, elements, index.shape)
 
     return local_gather

@@ -1,5 +1,7 @@
 """What a pipeline refuses: before anything runs, or by the stage and action where it happened."""
 
+import copy
+
 import pytest
 import torch
 
@@ -70,6 +72,8 @@ def test_stages_that_can_not_be(module, stages, facts):
         ({"train": True, "schedule": mt.Schedule.of(["0F0 0F1 0B0", "1F0 1F1 1B0 1B1"])}, ["0B1 is missing"]),
         ({"train": True, "schedule": "gpipe", "limit": 1}, ["mesh 0 can't run its action 1, 0F1, within 1"]),
         ({"train": ["tokens"]}, ["'tokens' is no weight that holds floats"]),
+        ({"train": 3}, ["train=3", "give names of weights"]),
+        ({"per_microbatch": [3]}, ["per_microbatch=[3]", "name values of submodules"]),
         ({"train": ["head.wieght"]}, ["there is no value 'head.wieght'"]),
         ({"train": True, "weights": {}}, ["there is nothing to train"]),
         ({"shardings": {"head.wieght": {"d": 0}}}, ["there is no value 'head.wieght'"]),
@@ -81,6 +85,12 @@ def test_what_does_not_fit_is_refused_before_anything_runs(module, options, fact
     options = {"stages": ["blocks.0"], "microbatches": 2, **options}
     message = refusal(module, TOPOLOGY, **options)
     assert all(fact in message for fact in facts), message
+
+
+def test_a_pipeline_is_not_copied(module):
+    run = mt.pipeline(module, TOPOLOGY, ["blocks.0"])
+    with pytest.raises(MeshTensorError, match="can't be pickled or copied"):
+        copy.deepcopy(run)
 
 
 def test_three_stages_on_two_meshes_have_no_named_schedule(module):

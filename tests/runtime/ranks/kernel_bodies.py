@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import runpy
 
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import mesh_tensor as mt
+from kernels import mlp
 from kernels.flash_attention import flash_attention
 from kernels.linear_attention import linear_attention
 from kernels.matmul import matmul
@@ -31,6 +34,14 @@ def k_split_matmul(rank):
         assert (c.placements, c.shape, c.stride()) == ((Replicate(),), (96, 64), (64, 1))
         assert torch.equal(c.to_local(), kern(a, b))
     torch.testing.assert_close(c.full_tensor(), a @ b, rtol=1e-4, atol=1e-4)
+
+
+def mlp_of_two(rank):
+    """What the example prints where torchrun started two ranks."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        for sizes in mlp.meshes_of(torch.distributed.get_world_size()):
+            mlp.demonstrate_on_ranks(sizes)
+    return said.getvalue()
 
 
 def carried_states(rank):

@@ -115,3 +115,22 @@ def test_a_transfer_takes_any_form_of_a_layout():
 def test_layouts_of_other_ranks_are_refused():
     with pytest.raises(MeshTensorError, match="why: they are layouts of tensors of different rank"):
         TransferPlan.make((8,), "float32", 4, Sharding.make(Mesh({"x": 2}), 1), Sharding.make(Mesh({"x": 2}), 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "fact"),
+    [
+        (lambda src: mt.transfer(torch.ones(3), {"d": 3}, {"d": 0}), "is no MeshTensor"),
+        (lambda src: mt.transfer(None, {"d": 3}, {"d": 0}), "tensor=None is no MeshTensor"),
+        (lambda src: mt.plan_transfer((8, 6), "float32", src, {"d": 3}, {"d": 0}), "dtype='float32' is no dtype"),
+        (lambda src: mt.plan_transfer((-8, 6), torch.int8, src, {"d": 3}, {"d": 0}), r"shape=\(-8, 6\)"),
+        (
+            lambda src: mt.plan_transfer((8, 6), torch.int8, "S[0]", {"d": 3}, {"d": 0}),
+            "the layout 'S\\[0\\]' is of no mesh",
+        ),
+        (lambda src: mt.plan_redistribution((8, 6), None, src, {"x": 1}), "dtype=None is no dtype"),
+    ],
+)
+def test_what_is_no_tensor_on_a_mesh_is_refused(call, fact):
+    with pytest.raises(MeshTensorError, match=fact):
+        call(Sharding.make(Mesh({"x": 4}), 2, {"x": 0}))

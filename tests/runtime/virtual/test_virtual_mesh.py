@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mesh_tensor import Mesh
+from mesh_tensor import Mesh, Sharding
 from mesh_tensor.program.steps import AllocStep, FreeStep, KernelStep, WaitStep
+from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.virtual.launch import Launch
 from mesh_tensor.runtime.virtual.mesh_tensor import distribute
 from mesh_tensor.runtime.virtual.virtual_mesh import VirtualMesh
@@ -54,6 +55,20 @@ def test_poisoned_padding_never_shows():
     assert torch.equal(kern(a), a + 1)
     result = kern(distribute(a, kern.mesh, {"x": 0}))
     assert torch.equal(result.full(), a + 1)
+
+
+def test_poisoned_tiles_lie_in_memory_as_before():
+    """Or products of matrices take other ways, and differ in the last bit from those without poison."""
+    layout = layout_of((5, 4), torch.float32, Sharding.make(Mesh({"x": 2}), 2, {"x": 0}))
+    tile = torch.randn(4, 3).t()
+    poisoned = layout.poisoned(tile, 1)
+    assert poisoned.stride() == tile.stride()
+    assert torch.equal(poisoned[:2], tile[:2])
+    assert poisoned[2].isnan().all()
+    for shared in (torch.ones(()).expand(3, 4), torch.ones(6).unfold(0, 4, 1)):
+        poisoned = layout.poisoned(shared, 1)
+        assert torch.equal(poisoned[:2], torch.ones(2, 4))
+        assert poisoned[2].isnan().all()
 
 
 def test_memory_that_nothing_writes_is_poisoned():
