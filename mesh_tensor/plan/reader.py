@@ -11,7 +11,7 @@ from mesh_tensor.annotations.names import relax_functions
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import OpCall, op_call, tensor_infos, tensor_type
-from mesh_tensor.tir.plain_statements import with_contiguous_rows, with_places_from_the_end
+from mesh_tensor.tir.plain_statements import with_contiguous_rows
 
 from .bindings import Bindings
 from .ir import ANNOTATE, STATE_ATTR, Graph, GraphLoop, Node, Scope, Scopes, Tree, Value, leaves
@@ -193,7 +193,7 @@ class GraphReader:
 
     def kernel(self, var: relax.Expr) -> tirx.PrimFunc:
         """The TIR function that a call_tir names."""
-        return with_places_from_the_end(with_contiguous_rows(self._mod[var]))
+        return with_contiguous_rows(self._mod[var])
 
     def constant(self, constant: relax.Constant) -> Value:
         if constant not in self._constants:

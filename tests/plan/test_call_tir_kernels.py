@@ -212,3 +212,16 @@ def test_collectives_of_a_module_go_beside_its_kernels_in_slabs(slabs):
     assert f"in {slabs} slabs of {128 // slabs} of m: overlap={slabs}" in made.explain()
     torch.testing.assert_close(made(*data), bulk(*data), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(made(*data), data[0] @ data[1], rtol=1e-4, atol=1e-4)
+
+
+def test_places_from_the_end():
+    @T.prim_func
+    def from_the_last(A: T.Tensor((12, 8), "float32"), C: T.Tensor((12, 8), "float32")):
+        with T.Kernel(3, threads=32) as bx:
+            for i, j in T.Parallel(4, 8):
+                C[bx * 4 + i, j] = A[bx * 4 + i, j] - A[-1, j]
+
+    x = torch.randn(12, 8)
+    mod = module({"x": (12, 8)}, [("y", call(from_the_last, "x", shape=(12, 8)))])
+    assert torch.equal(mt.distribute_module(mod, {"x": 2}, {"x": {"x": 0}})(x), x - x[-1])
+    assert torch.equal(mt.run_sequential(mod, [x]), x - x[-1])
