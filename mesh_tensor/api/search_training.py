@@ -210,7 +210,7 @@ def in_full(plan: Estimate, pieces: ModelPieces, composer: Composer, batch: int)
         here = choice.each[mesh]
         took = max(took, composer.update(here, own, split=here.zero == 3))
         most = max(most, peak + composer.kept(here, own.elements))
-    return replace(plan, time=sim.time + took, memory=most, in_full=True)
+    return replace(plan, time=sim.time + took, memory=most, in_full=True, together=(plan.time, plan.memory))
 
 
 def own_state(here: StageFragments, pieces: ModelPieces) -> Piece:

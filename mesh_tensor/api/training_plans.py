@@ -128,7 +128,10 @@ class TrainingPlans:
 
     def save(self, path: str | Path) -> None:
         """Write what was found, so that `mt.search(..., known=path)` goes on from it."""
-        rows = [{**asdict(e.choice), "time": e.time, "memory": e.memory, "layers": e.layers} for e in self.plans]
+        numbers = [
+            (each, *(each.together or (each.time, each.memory))) for each in self.plans
+        ]  # comparable with others'
+        rows = [{**asdict(e.choice), "time": t, "memory": m, "layers": e.layers} for e, t, m in numbers]
         Path(path).write_text(json.dumps({**self._asked, "plans": rows}), encoding="utf-8")
 
     def __str__(self) -> str:

@@ -84,6 +84,7 @@ class Estimate:
     memory: int
     layers: tuple[int, ...]  # of every stage
     in_full: bool = False  # planned as it runs, not put together from pieces
+    together: tuple[float, int] | None = None  # ... and the seconds and bytes that it was put together to
 
 
 def spread_layers(count: int, first: float, layer: float, last: float, stages: int) -> tuple[int, ...]:
