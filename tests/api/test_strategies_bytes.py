@@ -29,14 +29,18 @@ def _loss(logits, target):
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))
 
 
-@pytest.fixture(scope="module")
-def gpt():
+def _trained(classes):
     torch.manual_seed(0)
     config = gpt2.Config(
-        vocabulary=CLASSES, width=WIDTH, heads=4, layers=LAYERS, batch=BATCH, positions=POSITIONS, fused=False
+        vocabulary=classes, width=WIDTH, heads=4, layers=LAYERS, batch=BATCH, positions=POSITIONS, fused=False
     )
-    ids, target = torch.randint(CLASSES, (2, BATCH, POSITIONS)).unbind()
+    ids, target = torch.randint(classes, (2, BATCH, POSITIONS)).unbind()
     return mt.training_step(gpt2.build(config), _loss, (ids, target), check=False)
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return _trained(CLASSES)
 
 
 def _received(step, mesh, *layouts):
@@ -114,11 +118,24 @@ def test_tensor(gpt, devices):
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_tensor_with_the_vocabulary(gpt, devices):
-    """More is what was looked up, and the gradient of what the logits are made of; and of each token the largest logit,
-    the sum of all, the target's, and the sum of their gradients."""
+    """More are the tables, which have no more rows than are looked up, and the gradient of what the logits are made of;
+    and of each token the largest logit, the sum of all, the target's, and the sum of their gradients."""
     token = BATCH * POSITIONS * FLOAT
-    expected = {("all_reduce", "model"): _reduced((SUMS + 2) * ACTIVATION + 4 * token, devices)}
+    expected = {
+        ("all_reduce", "model"): _reduced((SUMS + 1) * ACTIVATION + 4 * token, devices),
+        ("all_gather", "model"): _gathered(CLASSES * WIDTH * FLOAT + PLACES, devices),
+    }
     assert _received(gpt, {"model": devices}, strategies.tensor_parallel(gpt, vocabulary=True)) == expected
+
+
+def test_tensor_with_a_vocabulary_of_more_rows_than_are_looked_up():
+    """What is looked up of it is summed."""
+    expected = {
+        ("all_reduce", "model"): _reduced((SUMS + 2) * ACTIVATION + 4 * BATCH * POSITIONS * FLOAT, 2),
+        ("all_gather", "model"): _gathered(PLACES, 2),
+    }
+    step = _trained(4096)
+    assert _received(step, {"model": 2}, strategies.tensor_parallel(step, vocabulary=True)) == expected
 
 
 def test_tensor_of_a_part_of_a_model(gpt):
@@ -134,22 +151,22 @@ def _seen_in_part(step, layout):
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_sequence(gpt, devices):
-    """Instead of being reduced, activations are scattered and gathered."""
+    """Instead of being reduced, activations are scattered and gathered; a device has the gradient of its positions."""
     tensor = strategies.tensor_parallel(gpt)
     expected = {
-        ("all_gather", "model"): _gathered(SUMS * ACTIVATION, devices),
+        ("all_gather", "model"): _gathered(SUMS * ACTIVATION + PLACES, devices),
         ("reduce_scatter", "model"): _gathered(SUMS * ACTIVATION, devices),
-        ("all_reduce", "model"): _reduced(_seen_in_part(gpt, tensor), devices) + _numbers(devices),
+        ("all_reduce", "model"): _reduced(_seen_in_part(gpt, tensor) - PLACES, devices) + _numbers(devices),
     }
     assert _received(gpt, {"model": devices}, tensor, strategies.sequence_parallel(gpt)) == expected
 
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_context(gpt, devices):
-    """Keys and values are gathered, and what their gradients are made of."""
+    """Keys and values are gathered, and what their gradients are made of, and that of the table of positions."""
     expected = {
-        ("all_gather", "context"): _gathered(4 * LAYERS * ACTIVATION, devices),
-        ("all_reduce", "context"): _reduced(_parameters(gpt), devices) + _numbers(devices),
+        ("all_gather", "context"): _gathered(4 * LAYERS * ACTIVATION + PLACES, devices),
+        ("all_reduce", "context"): _reduced(_parameters(gpt) - PLACES, devices) + _numbers(devices),
     }
     assert _received(gpt, {"context": devices}, strategies.context_parallel(gpt)) == expected
 
@@ -174,14 +191,14 @@ def test_data_and_sequence(gpt):
         strategies.sequence_parallel(gpt, also={"data": 0}),
     )
     moved = _gathered(SUMS * ACTIVATION // 2, 2)
-    assert found.pop(("all_gather", "model")) == moved == found.pop(("reduce_scatter", "model"))
+    assert found.pop(("all_gather", "model")) == moved + _gathered(PLACES, 2)  # the gradient of the table of positions
+    assert found.pop(("reduce_scatter", "model")) == moved
     # Gradients: of tensors that tensor parallelism splits over the data's devices, of all others over all.
     split = _parameters(gpt, tensor, 2) - _seen_in_part(gpt, tensor)
     both = _reduced(_seen_in_part(gpt, tensor) - PLACES, 4) + _numbers(4)
     assert found == {
         ("all_reduce", "data", "model"): both,
         ("all_reduce", "data"): _reduced(split, 2) + _reduced(PLACES // 2, 2),  # of positions first those of a device
-        ("all_reduce", "model"): _reduced(PLACES, 2),
     }
 
 
@@ -215,10 +232,9 @@ def test_data_and_tensor_and_context(gpt):
     gradients = _parameters(gpt, tensor, 2, without=["wpe.weight"])
     assert found == {
         ("all_reduce", "model"): _reduced(SUMS * ACTIVATION // 4, 2),
-        ("all_gather", "context"): _gathered(4 * LAYERS * ACTIVATION // 4, 2),
+        ("all_gather", "context"): _gathered(4 * LAYERS * ACTIVATION // 4 + PLACES, 2),
         ("all_reduce", "data", "context"): _reduced(gradients, 4) + _numbers(4),
         ("all_reduce", "data"): _reduced(PLACES // 2, 2),  # of positions first those of a device
-        ("all_reduce", "context"): _reduced(PLACES, 2),
     }
 
 
