@@ -267,10 +267,10 @@ class ModuleCalls:
 
     @uncollected
     def _launch(self, sizes: Mapping[Any, int], ranks: Ranks | None) -> AnyLaunch:
-        plan = self._plan = self._planned(sizes, ranks)
         key = (self._plans.key(sizes), None if ranks is None else ranks.calls.lane())
         launch = self._launches.get(key)
         if launch is None:
+            plan = self._plan = self._planned(sizes, ranks)
             self._launches.drop(lambda key: key[1] is not None and not key[1].is_current())
             if ranks is None:
                 launch = self._resized(plan) or ModuleLaunch(

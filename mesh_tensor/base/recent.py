@@ -30,7 +30,7 @@ class Recent(Generic[K, V]):
     def get(self, key: K) -> V | None:
         """The value, or None."""
         value = self._kept.get(key)
-        if value is not None:
+        if value is not None and len(self._kept) > 1:
             with suppress(KeyError):  # another thread has made room
                 self._kept.move_to_end(key)
         return value

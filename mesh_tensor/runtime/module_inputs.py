@@ -133,24 +133,24 @@ class ModuleSignature:
         """The sizes of the symbols; a MeshTensorError names every tensor that does not fit, that is on a device where
         nothing runs, or that no parameter is for. Parameters that are left out are not checked."""
         sizes: dict[tirx.Var, int] = {}
+        given = [p for p in self.params if p.name in tensors]
         problems = self._unknown(tensors)
         problems += [
             f"parameter {(self.names[p.name][0] if what == 'weights' else p.name)!r}: {problem}"
-            for p in self.params
-            if p.name in tensors and (problem := _problem(p, tensors[p.name], sizes, device_type))
+            for p in given
+            if (problem := _problem(p, tensors[p.name], sizes, device_type))
         ]
-        if not problems:  # every symbol has its size now
+        if not problems and self.symbols:  # every symbol has its size now
             problems = [
                 f"parameter {p.name!r}: {tuple(tensors[p.name].shape)}, but expected {p.shape}, where {_told(sizes)}"
-                for p in self.params
-                if p.name in tensors and not _follows(p, tensors[p.name], sizes)
+                for p in given
+                if not _follows(p, tensors[p.name], sizes)
             ]
         if not problems and self._conditions:
             known = {var.name: size for var, size in sizes.items()}
             problems = list(unfulfilled(self._conditions, known, self._places))
         if problems:
-            given = [tensors[p.name] for p in self.params if p.name in tensors]
-            fix = fix_of(problems, given, "pass tensors of the module's shapes and dtypes")
+            fix = fix_of(problems, [tensors[p.name] for p in given], "pass tensors of the module's shapes and dtypes")
             refuse(problems, where=f"{what} of {self.function!r}", fix=fix)
         return sizes
 
