@@ -230,7 +230,7 @@ def overlaps(tensors: Mapping[str, Sequence[torch.Tensor]], writes: Collection[s
     Raises:
         MeshTensorError: two of `writes` do.
     """
-    spans = [(name, *_span(tensor)) for name, parts in tensors.items() for tensor in parts]
+    spans = [(name, *memory_span(tensor)) for name, parts in tensors.items() for tensor in parts]
     pairs = {
         (name, other)
         for name, start, end in spans
@@ -245,7 +245,7 @@ def overlaps(tensors: Mapping[str, Sequence[torch.Tensor]], writes: Collection[s
     return bool(pairs)
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
     """Where its first byte is, and what is behind its last."""
     elements = tensor.numel()
     if elements and not tensor.is_contiguous():

@@ -15,8 +15,8 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.redistribution.plan import RedistributionPlan
 from mesh_tensor.redistribution.transfer import SMALL, TransferPlan
-from mesh_tensor.runtime.ambient import undisturbed, why_not_plain
-from mesh_tensor.runtime.elementwise import copy
+from mesh_tensor.runtime.ambient import memory_span, undisturbed, why_not_plain
+from mesh_tensor.runtime.elementwise import clone, copy
 from mesh_tensor.runtime.placement import Layout, layout_of
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import dtype_name
@@ -104,6 +104,25 @@ class MeshTensor(Arithmetic):
     def parts(self) -> list[torch.Tensor]:
         """The valid parts that together are the tensor, each once, as views."""
         return self._layout.parts(self._tiles)
+
+    @property
+    def tiles_are_apart(self) -> bool:
+        """No two devices have memory in common."""
+        spans = sorted(map(memory_span, self._tiles))
+        return all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+    def overwrite(self, results: Sequence[torch.Tensor]) -> None:
+        """Let the devices hold `results`: in the memory of their tiles, or in new memory where devices share some that
+        hold other parts (or, of partial tensors, other contributions) than each other."""
+        layout, of_own = self._layout, range(len(results))
+        parts = of_own if layout.sharding.partial else [layout.owner(rank) for rank in of_own]
+        holders = {(part, tile.data_ptr()): tile for part, tile in zip(parts, self._tiles, strict=True)}
+        if not of_tiles(list(holders.values()), layout).tiles_are_apart:
+            self._tiles = [clone(result) for result in results]
+            return
+        for tile, result in zip(self._tiles, results, strict=True):
+            if tile is not result:
+                copy(tile, result)
 
     @undisturbed
     def full(self) -> torch.Tensor:
