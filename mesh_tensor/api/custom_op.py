@@ -107,8 +107,21 @@ class _Call:
 
     def plain(self, *tensors: torch.Tensor) -> Any:
         """Run the operation on plain tensors; results in the order of the kernel's parameters."""
+        return self.results(tensors, self.new(*tensors))
+
+    def new(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """What is new of what the operation on plain tensors gives."""
+        changed = [p.name for p in self.passed if p.output is not None]
+        if changed and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            names = ", ".join(p.name for p, tensor in zip(self.passed, tensors, strict=True) if tensor.requires_grad)
+            refuse(
+                f"{', '.join(changed)} is updated in place, and {names} requires a gradient",
+                where=f"operation of kernel {self.program.name!r}",
+                why="torch would take what is updated for what it was before",
+                fix="pass its .detach(), or call under torch.no_grad(): there is no gradient",
+            )
         new = self.op(*tensors)
-        return self.results(tensors, list(new) if isinstance(new, (tuple, list)) else [] if new is None else [new])
+        return list(new) if isinstance(new, (tuple, list)) else [] if new is None else [new]
 
     def results(self, tensors: Sequence[Any], new: list[Any]) -> Any:
         """What the kernel writes: what was passed and updated, and what is new."""
@@ -167,8 +180,7 @@ def _over(call: _Call, device_mesh: Any) -> Callable[..., Any]:
 
     def on_dtensors(*tensors: Any) -> Any:
         laid = [t.redistribute(placements=p) for t, p in zip(tensors, wanted, strict=True)]
-        new = call.op(*[tensor.to_local() for tensor in laid])
-        new = list(new) if isinstance(new, (tuple, list)) else [] if new is None else [new]
+        new = call.new(*[tensor.to_local() for tensor in laid])
         wrapped = [make(tensor) for make, tensor in zip(makers, new, strict=True)]
         return call.results(tensors, wrapped)
 
