@@ -114,10 +114,9 @@ class MeshTensor(Arithmetic):
     def overwrite(self, results: Sequence[torch.Tensor]) -> None:
         """Let the devices hold `results`: in the memory of their tiles, or in new memory where devices share some that
         hold other parts (or, of partial tensors, other contributions) than each other."""
-        layout, of_own = self._layout, range(len(results))
-        parts = of_own if layout.sharding.partial else [layout.owner(rank) for rank in of_own]
-        holders = {(part, tile.data_ptr()): tile for part, tile in zip(parts, self._tiles, strict=True)}
-        if not of_tiles(list(holders.values()), layout).tiles_are_apart:
+        layout = self._layout
+        apart = {(layout.holder(rank), tile.data_ptr()): tile for rank, tile in enumerate(self._tiles)}
+        if not of_tiles(list(apart.values()), layout).tiles_are_apart:
             self._tiles = [clone(result) for result in results]
             return
         for tile, result in zip(self._tiles, results, strict=True):
