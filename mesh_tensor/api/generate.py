@@ -121,10 +121,11 @@ def generate(
         ids, mask = (tensor.repeat_interleave(each, dim=0) for tensor in (ids, mask))
     at_once = batch // beams.count
     turns = [slice(row, row + at_once) for row in range(0, len(ids), at_once)]
-    if beams.count == 1:
-        made = [drawn.rows(ids[turn], mask[turn], turn.start) for turn in turns]
-    else:
-        made = [drawn.best(ids[turn], mask[turn], turn.start, beams, each) for turn in turns]
+    with run.turns.one("a call of generate"):
+        if beams.count == 1:
+            made = [drawn.rows(ids[turn], mask[turn], turn.start) for turn in turns]
+        else:
+            made = [drawn.best(ids[turn], mask[turn], turn.start, beams, each) for turn in turns]
     widest = max(rows.shape[1] for rows in made)
     return torch.cat([torch.nn.functional.pad(rows, (0, widest - rows.shape[1]), value=pad) for rows in made])
 

@@ -95,8 +95,11 @@ class MeshModule(ModuleCalls):
 
         if self._recorder is not None and requires_gradients(given):
             result = self._recorded(given, bind)
+        elif self._state:
+            with self.turns.one(f"a call of {self._function!r}, which goes on from what it wrote"):
+                result = self._run(given, bind, self._state.call)
         else:
-            result = self._run(given, bind, self._state.call if self._state else None)
+            result = self._run(given, bind)
         if self._form is None:
             return result
         return self._form.result(result if isinstance(result, tuple) else [result])

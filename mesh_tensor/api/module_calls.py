@@ -34,6 +34,7 @@ from .module_launch import ModuleLaunch, Recorder, Recording, kept_apart, state_
 from .module_plans import ModulePlans
 from .module_ports import HeldWeights
 from .module_ranks import MESH_FIX, RankModuleLaunch
+from .turns import Turns
 
 T = TypeVar("T")
 AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"
@@ -65,7 +66,7 @@ class ModuleCalls:
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         given = self._signature.weights(weights, self._target.device_type)
-        self._state = state_of(mod[function], given, donate)
+        self._state, self.turns = state_of(mod[function], given, donate), Turns()
         self._weights = HeldWeights.of({n: t for n, t in given.items() if n not in self._state}, weights, donate)
         self._with_gradients = [n for n, t in weights.items() if isinstance(t, torch.Tensor) and t.requires_grad]
         self._recordings: Recent[tuple, Recording] = Recent(MODULE_SIZES)

@@ -59,7 +59,11 @@ class TrainingRun:
                 fix="pass the batch's tensors in order, or by name",
             )
         free = [name for name in wanted if name not in named]
-        tensors = {**dict(zip(free, batch, strict=True)), **named}
+        with self._module.turns.one("a step of training"):
+            return self._next({**dict(zip(free, batch, strict=True)), **named})
+
+    def _next(self, tensors: dict[str, Any]) -> torch.Tensor:
+        """The loss of the step with this batch."""
         tensors[NUMBERS_NAME] = self._step.numbers(self.steps)
         if self._step.seed is not None:
             tensors[SEED_NAME] = self._step.dropout_seed(self.steps)
@@ -126,8 +130,9 @@ class TrainingRun:
         full   whole tensors (the default on a virtual mesh), instead of DTensors (the default on ranks, all of which
                have to ask)
         """
-        made = {**self._step.fixed, **self._module.whole_state(self._kept, full)}
-        self._bounded = False  # the caller may have the very memory, which must not be overwritten then
+        with self._module.turns.one("a state that is asked for"):
+            made = {**self._step.fixed, **self._module.whole_state(self._kept, full)}
+            self._bounded = False  # the caller may have the very memory, which must not be overwritten then
         tensors = {theirs: made[ours] for theirs, ours in self._step.names.items()}
         return {**tensors, **self._counts()}
 
@@ -166,10 +171,11 @@ class TrainingRun:
             refuse(
                 problems, where="the state to load", fix="load what state_dict() of the same model and optimizer gave"
             )
-        kept = self._module.as_state({names[name]: state[name] for name in names})
-        self._state, self.steps, self._lost = kept, int(numbers[STEP] or 0), ""
-        self._bounded = self._is_bounded(kept)
-        self._scale = self._scale and self._scale.loaded(numbers)
+        with self._module.turns.one("a state that is loaded"):
+            kept = self._module.as_state({names[name]: state[name] for name in names})
+            self._state, self.steps, self._lost = kept, int(numbers[STEP] or 0), ""
+            self._bounded = self._is_bounded(kept)
+            self._scale = self._scale and self._scale.loaded(numbers)
 
     @property
     def _kept(self) -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """What can't be generated is refused before anything runs, all of it named."""
 
+import threading
+
 import pytest
 import torch
 
 import mesh_tensor as mt
 from kernels.models import llama, llama_decoder
+from tests.runtime.ranks.support import refusal
 
 CONFIG = llama.Config(batch=2, positions=8, layers=1)
 IDS = torch.ones(2, 3, dtype=torch.long)
@@ -45,6 +48,22 @@ def run():
 def test_arguments(run, given, said):
     with pytest.raises(mt.MeshTensorError, match=said):
         mt.generate(run, **{"ids": IDS, "max_new_tokens": 2, **given})
+
+
+def test_two_threads(run):
+    """The second one would have started from the tokens of the first."""
+    found = []
+
+    def meanwhile(_, logits):
+        thread = threading.Thread(target=lambda: found.append(refusal(lambda: mt.generate(run, IDS, 2))))
+        thread.start()
+        thread.join()
+        return logits
+
+    made = mt.generate(run, IDS, 2, logits_processor=meanwhile)
+    assert torch.equal(made, mt.generate(run, IDS, 2))
+    assert len(found) == 2
+    assert all("a call of generate, while another thread's is under way" in text for text in found)
 
 
 def test_ids_outside_the_vocabulary(run):

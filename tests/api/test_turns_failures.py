@@ -1,0 +1,78 @@
+"""Calls that go on from a state, from several threads at once: one would be lost, so that it is refused."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from tests.runtime.ranks.support import refusal
+
+MESHES = [{"x": 1}, {"x": 2}]
+
+
+class Counted(nn.Linear):
+    """Counts its calls."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x) * self.count
+
+
+def in_another_thread(call):
+    """What the call is refused with there."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(refusal(call)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def during(monkeypatch, owner, name, call):
+    """What `call` is refused with in another thread, at every use of a method."""
+    method, found = getattr(owner, name), []
+
+    def interrupted(*args):
+        found.append(in_another_thread(call))
+        return method(*args)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    return found
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_steps_of_training(monkeypatch, mesh):
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 3), torch.randn(6, 4), torch.randint(0, 3, (6,))
+    step = mt.training_step(model, F.cross_entropy, (x, y))
+    run, alone = (mt.distribute_module(step, mesh, {"input": {"x": 0}}) for _ in range(2))
+    saved = run.state_dict()
+    for call, what in (
+        (lambda: run(x, y), "a step of training"),
+        (run.state_dict, "a state that is asked for"),
+        (lambda: run.load_state_dict(saved), "a state that is loaded"),
+    ):
+        with monkeypatch.context() as patched:
+            texts = during(patched, run._module, "step", call)
+            assert torch.equal(run(x, y), alone(x, y))
+        assert texts[0].startswith(f"{what}, while another thread's is under way")
+        assert "make these calls from one thread" in texts[0]
+    torch.testing.assert_close(run.state_dict(), alone.state_dict())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mesh", MESHES)
+def test_modules_that_write(monkeypatch, mesh):
+    model, x = Counted(), torch.randn(6, 4)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (x,))), mesh, {"x": {"x": 0}})
+    texts = during(monkeypatch, run._state, "call", lambda: run(x))
+    for _ in range(2):
+        torch.testing.assert_close(run(x), model(x))
+    assert all("a call of 'main', which goes on from what it wrote, while another" in text for text in texts)
+    assert len(texts) == 2
