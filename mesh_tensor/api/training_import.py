@@ -14,7 +14,7 @@ from torch import nn
 from tvm import ir
 
 from mesh_tensor.annotations.names import Fresh, renamed_parameters
-from mesh_tensor.base.errors import MeshTensorError, refuse, shown
+from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.importers.imported import identifiers
 from mesh_tensor.importers.torch_dropout import counted, has_seed
@@ -64,6 +64,13 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = Tru
         refuse(
             f"training_step takes a torch model, not a {type(model).__name__}",
             fix="pass a torch.nn.Module, or what from_torch gave",
+        )
+    if hooked := [name for name, parameter in model.named_parameters() if _has_hooks(parameter)]:
+        refuse(
+            f"{listing(hooked)} with hooks on gradients",
+            where="training_step",
+            why="they are torch's alone: a step would leave them out",
+            fix="remove them; an optimizer of one's own may do what they do",
         )
     if not (loss is None or callable(loss)):
         refuse(
@@ -252,3 +259,9 @@ def microbatches_of_module(module: ImportedModule, count: int) -> Parts:
         )
     has_rows = tuple(bool(shape) and hasattr(shape[0], "value") and shape[0] == rows for shape in shapes)
     return Parts(count, (), has_rows)
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether functions are called with the parameter's gradient, or after it was added up."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return parameter.requires_grad and any(getattr(parameter, name, None) for name in names)

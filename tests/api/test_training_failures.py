@@ -93,6 +93,16 @@ def test_a_parameter_without_gradient():
     assert "requires_grad_(False)" in message
 
 
+@pytest.mark.parametrize("way", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients(way):
+    model, x, y = _model()
+    hook = getattr(model.weight, way)(lambda _: None)
+    message = _refused(mt.training_step, model, F.cross_entropy, (x, y), check=False)
+    assert "'weight' with hooks on gradients" in message
+    hook.remove()
+    mt.training_step(model, F.cross_entropy, (x, y))
+
+
 def test_gradients_that_are_not_finite():
     class Root(nn.Linear):
         def forward(self, x):
