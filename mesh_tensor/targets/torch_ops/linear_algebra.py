@@ -4,9 +4,9 @@ torch's.
 Who multiplies float32 matrices on a CPU: MKL, which is torch's choice, or oneDNN, which torch brings as well.
 
 The rule: oneDNN for large ones on a processor with AVX-512 that isn't Intel's, since MKL uses half of its width there.
-Not for sums over rows, as gradients of weights are, whose operands it copies to turn them. Nothing is measured for it, so
-that all processes on a machine decide alike. Where they differ in the last bits, it is by the shapes alone: oneDNN's
-sums were the same for transposed and strided matrices, and for any number of threads.
+Not for sums over rows, as gradients of weights are, whose operands it copies to turn them. Nothing is measured for it,
+so that all processes on a machine decide alike. Where they differ in the last bits, it is by the shapes alone:
+oneDNN's sums were the same for transposed and strided matrices, and for any number of threads.
 """
 
 from __future__ import annotations
