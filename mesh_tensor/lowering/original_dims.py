@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice
-from typing import TypeVar
 
 from tvm import tirx
 
@@ -27,8 +26,6 @@ from mesh_tensor.tir.rewrite import reshaped, with_other_dims
 
 from .splits import Split
 from .stages import Annotated, Ruled
-
-Read = TypeVar("Read")
 
 
 def rule(kernel: Annotated) -> Ruled:
