@@ -53,7 +53,7 @@ class Results:
         """The microbatches' values of a result as the batch's."""
         kind = self._kinds.get(name)
         if len(parts) == 1 or isinstance(kind, Fixed):
-            return parts[0]
+            return parts[0].clone()  # may be a weight's memory, where a rank has all of it
         return torch.cat(list(parts)) if isinstance(kind, Rows) else _combined(kind, parts, shares)
 
     def with_totals(

@@ -129,7 +129,8 @@ class StageWeights:
 
         def share(_: None) -> dict[Place, torch.Tensor]:
             whole = {key: self._carrier.whole(self._fetched(value)) for key, value in own().items() if key in owners}
-            return runs.share(whole, owners, like, 0)
+            shared = runs.share(whole, owners, like, 0)
+            return shared | {key: value.clone() for key, value in whole.items()}  # which may be memory of ours
 
         return runs.call(prepare, share)
 
