@@ -50,12 +50,12 @@ class AlikeStages:
         mesh: Mesh,
         layouts: Mapping[str, Any],
         wrt: Sequence[str],
-        shared: Sequence[str],
         kinds: Collection[str],
         make: Callable[[], StageFragments],
+        shared: Sequence[str] = (),
     ) -> StageFragments:
         """The fragments of a stage: those of one like it under this one's names, or what `make` gives."""
-        func, others, facts = _read(stage, mesh, layouts, wrt, shared, kinds)
+        func, others, facts = _read(stage, mesh, layouts, wrt, kinds, shared)
         alike = self._known.setdefault(ir.structural_hash(func), [])
         for known in alike:
             if known.facts == facts and _equal(func, known.func) and _all_equal(others, known.others):
@@ -77,8 +77,8 @@ def _read(
     mesh: Mesh,
     layouts: Mapping[str, Any],
     wrt: Sequence[str],
-    shared: Sequence[str],
     kinds: Collection[str],
+    shared: Sequence[str],
 ) -> tuple[relax.Function, dict[str, Any], tuple[Any, ...]]:
     """A stage's function without its attributes; the functions that it may call; and all else that says how it is laid
     out, of its values by their positions."""
@@ -186,7 +186,7 @@ class PlannedStages:
             return training_fragments(stage, mesh, layouts, self.options, wrt, kinds, shared=shared)
 
         # what alike stages hold has the names of the first
-        found = make() if self.by_names else self._alike.made(stage, mesh, layouts, wrt, shared, kinds, make)
+        found = make() if self.by_names else self._alike.made(stage, mesh, layouts, wrt, kinds, make, shared)
         made = replace(
             found,
             inputs=tuple(name for name in stage.params if name not in self.weights.whole),
