@@ -75,17 +75,24 @@ OPTIMIZERS = {
 }
 
 
+@pytest.fixture(scope="module")
 def made():
+    """Weights, and a pipeline that has these again for each test."""
     torch.manual_seed(0)
     module, weights = chain()
-    run = mt.pipeline(module, TOPOLOGY, ["layer1"], LAYOUTS, microbatches=4, schedule="zb-h1", train=True)
-    return weights, run
+    return weights, mt.pipeline(module, TOPOLOGY, ["layer1"], LAYOUTS, microbatches=4, schedule="zb-h1", train=True)
+
+
+@pytest.fixture
+def fresh(made):
+    made[1].load_state_dict(made[0])
+    return made
 
 
 @pytest.mark.parametrize("rule", OPTIMIZERS, ids=[rule.__name__ for rule in OPTIMIZERS])
-def test_optimizers(rule):
+def test_optimizers(fresh, rule):
     """Three steps; two stages have one of the weights, in other layouts."""
-    weights, run = made()
+    weights, run = fresh
     leaves = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
     optimizer = OPTIMIZERS[rule](leaves.values())
     for _ in range(3):
@@ -100,10 +107,10 @@ def test_optimizers(rule):
         torch.testing.assert_close(weight, leaves[name].detach(), rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_a_weight_of_several_stages_is_updated_once():
+def test_a_weight_of_several_stages_is_updated_once(fresh):
     """A rule that makes another number each time, and counts: all stages have what it made of the weight, and go on
     with what it keeps after loading."""
-    weights, run = made()
+    _, run = fresh
     calls = []
 
     def noisy(weight, gradient, state):
@@ -132,8 +139,8 @@ def test_a_weight_of_several_stages_is_updated_once():
     ],
     ids=["complex", "bool", "whole", "nothing"],
 )
-def test_what_is_no_weight_is_refused(rule):
-    _, run = made()
+def test_what_is_no_weight_is_refused(fresh, rule):
+    _, run = fresh
     run(torch.randn(12, 6), torch.randn(12, 6))
     before = run.weights()
     with pytest.raises(MeshTensorError, match=r"the rule makes .* of the weight '.*', which is MeshTensor"):

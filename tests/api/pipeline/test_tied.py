@@ -27,8 +27,7 @@ class Thrice(nn.Module):
         return (loss, self.probe(x.detach())) if self.lost else loss
 
 
-@pytest.mark.parametrize("detached", [False, True])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(("schedule", "detached"), [("1f1b", False), ("zb-h1", True)])
 def test_a_weight_of_three_stages(schedule, detached):
     """Clipped by the norm of all, with a last microbatch that is smaller; where one stage has no gradient for it, it
     gets the others'."""
