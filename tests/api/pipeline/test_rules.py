@@ -59,7 +59,7 @@ def nesterov(weight, gradient, state):
 def rprop(weight, gradient, state):
     sign = torch.sign(gradient * state.get("before", torch.zeros_like(gradient)))
     factor = torch.where(sign > 0, 1.2, torch.where(sign < 0, 0.5, 1.0))
-    size = state["size"] = torch.clamp(state.get("size", torch.full_like(gradient, 0.01)) * factor, 1e-6, 50)
+    size = state["size"] = torch.clamp(state.get("size", torch.zeros_like(gradient) + 0.01) * factor, 1e-6, 50)
     state["before"] = gradient = torch.where(sign < 0, torch.zeros_like(gradient), gradient)
     return weight - size * gradient.sign()
 
