@@ -40,7 +40,7 @@ class _Partial:
 class PartialValues:
     """The live ranges that splitting one factor leaves partial, as far as they have been added and followed.
 
-    `products`: statements that leave what they read in one place partial, though it is a factor there.
+    `products`: statements that leave what they read in some places partial, though these are factors there.
 
     What adds or follows returns why the factor can't be split for what it finds, None if it can."""
 
@@ -51,7 +51,7 @@ class PartialValues:
         factor: Factor,
         states: Sequence[State] = (),
         explained: Collection[Statement] = (),
-        products: Mapping[Statement, Access] | None = None,
+        products: Mapping[Statement, Collection[Access]] | None = None,
     ):
         self._kernel, self._coordinates, self._factor = kernel, coordinates, factor
         self._partial: dict[LiveRange, _Partial] = {}
@@ -138,7 +138,7 @@ class PartialValues:
         own = None if statement.write is None else self._kernel.own.get(statement.write.buffer.name)
         if own is not None:
             return self.add(statement, own, partial.outer) if own else None
-        if self._products.get(statement) is access:
+        if any(access is block for block in self._products.get(statement, ())):
             return self._pass_on(statement, partial)
         is_plain = live_range not in self._scaled
         if (
