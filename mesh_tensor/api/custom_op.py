@@ -110,7 +110,16 @@ class _Call:
         return self.results(tensors, self.new(*tensors))
 
     def new(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """What the operation gives."""
+        """What is new of what the operation on plain tensors gives."""
+        changed = [p.name for p in self.passed if p.output is not None]
+        if changed and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            names = ", ".join(p.name for p, tensor in zip(self.passed, tensors, strict=True) if tensor.requires_grad)
+            refuse(
+                f"{', '.join(changed)} is updated in place, and {names} requires a gradient",
+                where=f"operation of kernel {self.program.name!r}",
+                why="torch would take what is updated for what it was before",
+                fix="pass its .detach(), or call under torch.no_grad(): there is no gradient",
+            )
         new = self.op(*tensors)
         return list(new) if isinstance(new, (tuple, list)) else [] if new is None else [new]
 
@@ -174,7 +183,6 @@ class _OverDTensors:
         laid = [t.redistribute(placements=p) for t, p in zip(tensors, self._wanted, strict=True)]
         new = self._call.new(*[tensor.to_local() for tensor in laid])
         return self._call.results(tensors, [make(tensor) for make, tensor in zip(self._makers, new, strict=True)])
-
 
 def _misfit(tensor: Any, parameter: Parameter, value: ProgramValue, device_mesh: Any) -> str:
     """What is wrong with an argument of an operation on DTensors, if there is something."""

@@ -98,6 +98,12 @@ def distribute_module(
         mod, form, constants = mod.mod, mod.form, mod.constants
     if isinstance(mod, TrainingStep):
         mod.constants.check_unwritten("the step of training", "make the step after the model is written")
+        if weights is not None:
+            refuse(
+                "weights are given for a step of training",
+                why="it starts from those that its model had",
+                fix="write them into the model before training_step, or load them: run.load_state_dict(...)",
+            )
     step, given = (mod, _step_module(mod, mesh, shardings, priority)) if isinstance(mod, TrainingStep) else (None, mod)
     check_module(given, "distribute_module")
     if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):

@@ -140,12 +140,18 @@ def load(
         mesh: a Mesh, a dict, or a DeviceMesh of torch's; None takes the one it was saved for.
         shardings: layouts for that mesh, instead of those that it was saved with. These are for its axes by name;
             an axis that the mesh has not is left out of them.
-        options: of `distribute_module`.
+        options: of `distribute_module`, but for `weights`.
 
     Raises:
         MeshTensorError: files are missing or damaged, or the layouts don't fit the mesh.
     """
     path = Path(folder) if isinstance(folder, (str, os.PathLike)) else refuse(f"the folder is {shown(folder)}")
+    if "weights" in options:
+        refuse(
+            "weights are given for a module with weights of its own",
+            where=str(path),
+            fix=f"pass them to mt.distribute_module, with mt.load_module of the {MODULE} in it",
+        )
     absent = [name for name in (MODULE, INDEX) if not (path / name).is_file()]
     if absent:
         refuse(f"there is no {absent[0]} in {str(path)!r}", fix="pass a folder that mt.save wrote")

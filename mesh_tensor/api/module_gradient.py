@@ -18,6 +18,7 @@ from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.fragments import Stage, gradient_name, part
 from mesh_tensor.plan.gradient import depending_on, gradient_function, readable
 from mesh_tensor.plan.ir import leaves
+from mesh_tensor.runtime.ambient import refuse_traced
 from mesh_tensor.runtime.ranks import gradient_like, is_dtensor, lies_like_torch, redistribute
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, local_part
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute
@@ -181,6 +182,7 @@ class _Recorded(torch.autograd.Function):
                 why="gradients are made by a module that is not differentiated again",
                 fix="write the penalty on gradients without them, or leave out create_graph",
             )
+        refuse_traced(f"the backward of module function {call.recorded.function!r}", grads)
         known = {**dict(zip(ctx.kept, ctx.saved_tensors, strict=True)), **ctx.inner}
         for name, grad in zip(call.recorded.results(), grads, strict=True):
             known[gradient_name(name)] = call.recorded.blank(name) if grad is None else grad

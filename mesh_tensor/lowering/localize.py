@@ -8,7 +8,7 @@ first device only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from tvm import tirx
 
@@ -77,7 +77,7 @@ class _Localizer:
         new_body = resolve(new_body, self.device.__getitem__)
         buffer_map = {p: self.shrink.buffer(b) for p, b in func.buffer_map.items()}
         axes = self.device.mentioned_in(new_body)
-        params = [*func.params, *self._symbols(buffer_map), *axes.values()]
+        params = [*func.params, *self._symbols(buffer_map, new_body, axes.values()), *axes.values()]
         local = tirx.PrimFunc(params, new_body, func.ret_type, buffer_map)
         return local.with_attr("global_symbol", name), tuple(axes)
 
@@ -87,14 +87,14 @@ class _Localizer:
         kept = {k: v for k, v in block.annotations.items() if not is_stated(str(k))}
         return {k: rewrite(v) if isinstance(v, tirx.PrimExpr) else v for k, v in kept.items()}
 
-    def _symbols(self, buffer_map: dict) -> list[tirx.Var]:
-        """Sizes that no tile's shape tells any more: they become parameters."""
+    def _symbols(self, buffer_map: dict, body: tirx.Stmt, axes: Iterable[tirx.Var]) -> list[tirx.Var]:
+        """Sizes that no tile's shape tells any more, or none of this part's: they become parameters."""
         told = {d for b in buffer_map.values() for d in b.shape if isinstance(d, tirx.Var)}
-        known = told | set(self.kernel.func.params)
-        used: list[tirx.Var] = []
-        for buffer in self.kernel.func.buffer_map.values():
-            used.extend(v for v in sorted(vars_of(buffer.shape, {}), key=lambda v: v.name) if v not in known)
-        return list(dict.fromkeys(used))
+        known = {*told, *self.kernel.func.params, *axes}
+        in_shapes = [vars_of(buffer.shape, {}) for buffer in self.kernel.func.buffer_map.values()]
+        free = {var for var in tirx.analysis.undefined_vars(body) if var.dtype != "handle"}
+        used = [var for some in (*in_shapes, free) for var in sorted(some, key=lambda v: v.name)]
+        return list(dict.fromkeys(var for var in used if var not in known))
 
     # -- statements ------------------------------------------------------------------------------------------------
 

@@ -141,7 +141,7 @@ def _with_denormals() -> Iterator[None]:
             torch.set_flush_denormal(True)
 
 
-_OUTSIDE = "call it outside of torch.func's transforms, which can't see what a kernel does"
+_OUTSIDE = "call it outside of torch.func's transforms and batches of gradients, which can't see what a kernel does"
 _AS_OP = "make the kernel an operation that tracers know: mt.as_custom_op"
 _FREED = "a tensor whose memory was given back", "pass it while its wrapper holds its values"
 _NO_GRAD = "pass its .detach(), or call under torch.no_grad(): results have no gradient"
@@ -176,8 +176,9 @@ def is_dual(tensor: torch.Tensor) -> bool:
 
 
 def _why_not_seen(tensor: torch.Tensor) -> tuple[str, str] | None:
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return "a tensor inside of torch.func.vmap, grad or jvp", _OUTSIDE
+    functorch = torch._C._functorch
+    if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
+        return "a tensor inside of torch.func.vmap, grad or jvp, or a batch of gradients", _OUTSIDE
     if is_lazy(tensor):
         return "a parameter that is not initialised yet", "run its model once, on an example"
     if tensor.layout is not torch.strided:
@@ -198,11 +199,14 @@ def _why_not_seen(tensor: torch.Tensor) -> tuple[str, str] | None:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor's memory was given back, as wrappers of modules do between their uses: who reads it, reads
-    what is nobody's."""
+    """Whether a plain tensor has no memory of its own: it was given back, as wrappers of modules do between their uses,
+    so that who reads it reads what is nobody's."""
     if not (count := tensor.numel()) or tensor.device.type == "meta" or tensor._is_zerotensor():
         return False
-    offset, size, nbytes = tensor.storage_offset(), tensor.element_size(), tensor.untyped_storage().nbytes()
+    try:
+        offset, size, nbytes = tensor.storage_offset(), tensor.element_size(), tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # of a batch of gradients
+        return True
     if (offset + count) * size <= nbytes:  # at once, as every call asks; what is expanded has fewer elements
         return False
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -230,7 +234,7 @@ def overlaps(tensors: Mapping[str, Sequence[torch.Tensor]], writes: Collection[s
     Raises:
         MeshTensorError: two of `writes` do.
     """
-    spans = [(name, *_span(tensor)) for name, parts in tensors.items() for tensor in parts]
+    spans = [(name, *memory_span(tensor)) for name, parts in tensors.items() for tensor in parts]
     pairs = {
         (name, other)
         for name, start, end in spans
@@ -245,7 +249,7 @@ def overlaps(tensors: Mapping[str, Sequence[torch.Tensor]], writes: Collection[s
     return bool(pairs)
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
     """Where its first byte is, and what is behind its last."""
     elements = tensor.numel()
     if elements and not tensor.is_contiguous():

@@ -24,7 +24,8 @@ from .reshard import Tiles
 
 @dataclass(frozen=True)
 class _Tile:
-    """One device's tile: `box` of the global tensor is its part `valid`; `owner` is the first device with that part.
+    """One device's tile: `box` of the global tensor is its part `valid`; `owner` is the first device with that part,
+    `holder` the first that contributes the same to it, where the tensor is partial.
 
     `start` is the element of the global tensor where the tile lies as a whole and in one piece, if it does."""
 
@@ -33,6 +34,7 @@ class _Tile:
     full: bool
     start: int | None
     owner: int
+    holder: int
     blank: bool
 
 
@@ -53,14 +55,15 @@ class Layout:
         self._contributors = self._partials() if self._op else {}
 
     def _describe(self) -> list[_Tile]:
-        first: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        first: dict[tuple, int] = {}
         strides, tiles = _strides(self.shape), []
         partial = [axis for axis, _ in self.sharding.partial]
         for rank, (offset, extent) in enumerate(self.sharding.tiles(self.shape)):
             full = extent == self.tile_shape
             start = sum(o * s for o, s in zip(offset, strides, strict=True))
             lies = full and _contiguous(extent, self.shape) and start * self.dtype.itemsize % ALIGNMENT == 0
-            owner = first.setdefault((offset, extent), rank)
+            owner, at = first.setdefault((offset, extent), rank), self.sharding.mesh.coordinate(rank)
+            part = [at[axis] for axis in partial]
             tiles.append(
                 _Tile(
                     box=tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True)) if all(extent) else (),
@@ -68,7 +71,8 @@ class Layout:
                     full=full,
                     start=start if lies else None,
                     owner=owner,
-                    blank=bool(partial) and self.sharding.mesh.group_of(rank, partial)[0] != rank,
+                    holder=first.setdefault((offset, extent, *part), rank),
+                    blank=any(part),
                 )
             )
         return tiles
@@ -88,8 +92,8 @@ class Layout:
 
     def spread(self, tensor: torch.Tensor, *, borrow: bool = False, share: bool = False, poison: bool = False) -> Tiles:
         """The devices' tiles of `tensor`, padded with zeros (or poison). With `borrow`, a tile may be a view into
-        `tensor`: each part once, or as often as needed with `share`. With `share`, equal tiles have one memory. Large
-        ones lie as in the tensor, if they can: what neighbours exchange is then in its place."""
+        `tensor`: each part once, or as often as needed with `share`. With `share`, devices that hold the same have one
+        memory. Large ones lie as in the tensor, if they can: what neighbours exchange is then in its place."""
         if self._side_by_side and share and not borrow:
             return self._copied(tensor)
         borrow = borrow and tensor.data_ptr() % ALIGNMENT == 0
@@ -98,11 +102,10 @@ class Layout:
         made: dict[int, torch.Tensor] = {}
         tiles = []
         for tile in self._tiles:
-            key = -1 if tile.blank else tile.owner
-            if not share or key not in made:
-                view = self._view(tensor, tile) if borrow and key not in made else None
-                made[key] = self._cut(tensor, tile, poison) if view is None else view
-            tiles.append(made[key])
+            if not share or tile.holder not in made:
+                view = self._view(tensor, tile) if borrow and tile.holder not in made else None
+                made[tile.holder] = self._cut(tensor, tile, poison) if view is None else view
+            tiles.append(made[tile.holder])
         return tiles
 
     def spread_blank(self, tensor: torch.Tensor, poison: bool = False) -> Tiles:
@@ -147,6 +150,10 @@ class Layout:
     def owner(self, rank: int) -> int:
         """The first device that holds the same part of the tensor as `rank`."""
         return self._tiles[rank].owner
+
+    def holder(self, rank: int) -> int:
+        """The first device that holds the same as `rank`: of a partial tensor the same contributions."""
+        return self._tiles[rank].holder
 
     def poisoned(self, tile: torch.Tensor, rank: int) -> torch.Tensor:
         """The tile of `rank` with poison for its padding. It lies in memory as before, where elements have memory of

@@ -133,8 +133,9 @@ def _stays(delivery: Delivery) -> bool:
 
 
 def _deliveries(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> Iterator[Delivery]:
-    """Devices with the same pieces share a Delivery; deliveries go by their first rank."""
-    ranks_of: dict[tuple[bool, tuple[tuple, ...]], list[int]] = {}
+    """Devices with the same pieces, to the same contributions of partial tensors, share a Delivery; deliveries go by
+    their first rank."""
+    ranks_of: dict[tuple[bool, tuple[tuple, ...], tuple[int, ...]], list[int]] = {}
     pieces_of = {}
     blank_axes = [axis for axis, op in dst.partial if src.placement(axis) != Partial(op)]
     changed = [axis for axis in src.mesh if src.placement(axis) != dst.placement(axis)]
@@ -143,7 +144,9 @@ def _deliveries(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> Iterato
         blank = any(at[axis] for axis in blank_axes)
         pieces = () if blank else _pieces(shape, src, dst, rank, changed)
         blank = blank or _reaches_out(shape, dst, rank)
-        key = (blank, tuple((_key(p.region), *((r, _key(region)) for r, region in p.sources)) for p in pieces))
+        contribution = tuple(at[axis] for axis, _ in dst.partial)
+        places = tuple((_key(p.region), *((r, _key(region)) for r, region in p.sources)) for p in pieces)
+        key = (blank, places, contribution)
         ranks_of.setdefault(key, []).append(rank)
         pieces_of[key] = pieces
     for key, ranks in ranks_of.items():

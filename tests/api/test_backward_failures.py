@@ -8,6 +8,7 @@ import mesh_tensor as mt
 from kernels.embedding import embedding
 from kernels.flash_attention_training import attention_backward, attention_with_lse
 from kernels.matmul import matmul, matmul_backward
+from tests.api.test_module_gradient import EXP
 from tests.runtime.programs import accumulate_kernel
 from tests.runtime.ranks.support import refusal
 
@@ -115,6 +116,18 @@ def test_gradients_of_gradients():
     text = refusal(lambda: torch.autograd.grad(loss, a, create_graph=True))
     assert "requires a gradient, which would be lost" in text
     assert "kernel 'matmul_d_A_kernel'" in text
+
+
+def test_batches_of_gradients():
+    a, b = (torch.randn(shape, requires_grad=True) for shape in [(5, 7), (7, 6)])
+    made, grads = compiled(D_A, D_B)(a, b), torch.randn(3, 5, 6)
+    text = refusal(lambda: torch.autograd.grad(made, a, grads, is_grads_batched=True))
+    assert "'d_C': a tensor inside of torch.func.vmap, grad or jvp, or a batch of gradients" in text
+    run = mt.distribute_module(EXP, {"x": 2}, {})
+    x = torch.randn(4, 4, requires_grad=True)
+    text = refusal(lambda: torch.autograd.grad(run(x), x, torch.randn(3, 4, 4), is_grads_batched=True))
+    assert "a batch of gradients" in text
+    assert "where: call of the backward of module function 'main'" in text
 
 
 def test_a_result_whose_gradient_no_kernel_reads():

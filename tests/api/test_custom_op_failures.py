@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mesh_tensor as mt
+from tests.runtime.programs import accumulate_kernel
 from tests.runtime.ranks.agreement_bodies import matmul_kernel, symbolic_sum
 from tests.runtime.ranks.compiled_bodies import wrong_arguments
 from tests.runtime.ranks.launcher import run
@@ -16,6 +17,26 @@ def test_name_that_is_taken():
     assert "the operation can't be named 'taken'" in text
     assert "there is an operation of that name, whose callers would run this kernel" in text
     assert op(torch.ones(8, 8), torch.ones(8, 8)).eq(8).all()
+
+
+@pytest.mark.parametrize("wanted", ["A", "B"])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_gradients_through_what_is_updated_in_place(wanted, backend):
+    """Torch took what was updated for what it was before, and nothing for what was added."""
+    kern = mt.compile(mt.annotate(accumulate_kernel(7), {"x": 2}, {"A": {"x": 0}, "B": {"x": 0}}), target="interpret")
+    op = mt.as_custom_op(kern, f"updating_{wanted}_{backend}")
+    a, b = (torch.randn(7, requires_grad=name == wanted) for name in "AB")
+
+    def model(a, b):
+        b = b * 1
+        op(a, b)
+        return b
+
+    call = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
+    with pytest.raises(Exception, match=f"B is updated in place, and {wanted} requires a gradient"):  # torch wraps it
+        call(a, b)
+    with torch.no_grad():
+        assert torch.equal(call(a, b), a + b)
 
 
 @pytest.mark.parametrize("name", ["two words", "", 3])

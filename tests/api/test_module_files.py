@@ -102,5 +102,6 @@ def test_what_can_not_be_loaded(folder, tmp_path):
     assert 'it was saved for Mesh({"x": 2}), which has no axis of Mesh({"z": 2})' in text
     assert "pass shardings" in text
     assert "shardings without a mesh" in refused(lambda: mt.load(folder, shardings={}))
+    assert "a module with weights of its own" in refused(lambda: mt.load(folder, weights={}))
     assert "save takes a MeshModule, not int" in refused(lambda: mt.save(3, tmp_path))
     assert "can't be written" in refused(lambda: mt.save(mt.load(folder), folder / "module.json" / "inside"))

@@ -154,6 +154,16 @@ def test_gradients_that_are_zero_but_for_rounding_are_right(dtype):
     mt.training_step(model, F.cross_entropy, (torch.randn(6, 4, dtype=dtype), torch.randint(0, 3, (6,))))
 
 
+@pytest.mark.parametrize("weights", [{}, {"weight": torch.zeros(3, 4)}])
+def test_weights_to_start_from(weights):
+    """They were not looked at, and the run started from the model's."""
+    model, x, y = _model()
+    step = mt.training_step(model, F.cross_entropy, (x, y))
+    message = _refused(mt.distribute_module, step, {"data": 2}, weights=weights)
+    assert "weights are given for a step of training" in message
+    assert "run.load_state_dict(...)" in message
+
+
 def test_zero_without_a_split_batch():
     model, x, y = _model()
     step = mt.training_step(model, F.cross_entropy, (x, y), zero=1)

@@ -69,6 +69,7 @@ def test_a_loss_that_is_no_number(loss, said):
 
 def test_a_loss_that_is_not_there():
     assert "'main' has 3 results, and no result 3 to differentiate" in _refused(Kernel, ["w"], loss=3)
+    assert "no result 'loss' to differentiate" in _refused(Kernel, ["w"], loss="loss")
 
 
 class Detached(nn.Module):

@@ -190,6 +190,29 @@ def test_dims_that_are_expressions():
             assert torch.equal(kern(a, torch.zeros(size)), a + 1)
 
 
+@pytest.mark.parametrize("target", ["c", "interpret"])
+def test_sizes_that_only_an_earlier_part_has_tensors_of(target):
+    """What divides the sum stands behind the collective, where no tensor is `n` long."""
+    m, n = T.dynamic("m"), T.dynamic("n")
+
+    @T.prim_func
+    def mean_of_rows(A: T.Tensor((m, n), "float32"), B: T.Tensor((m,), "float32")):
+        with T.Kernel(T.ceildiv(m, 4), threads=32) as bx:
+            a, total = T.alloc_fragment((4, 4), "float32"), T.alloc_fragment((4,), "float32")
+            T.clear(total)
+            for ko in T.serial(T.ceildiv(n, 4)):
+                T.copy(A[bx * 4, ko * 4], a)
+                T.reduce_sum(a, total, dim=1, clear=False)
+            for i in T.Parallel(4):
+                total[i] = total[i] / T.cast(n, "float32")
+            T.copy(total, B[bx * 4])
+
+    kern = mt.compile(mt.annotate(mean_of_rows, {"x": 2}, {"A": {"x": 1}}), target=target)
+    for rows, columns in ((8, 16), (8, 10), (5, 7), (3, 1)):
+        a = torch.randn(rows, columns)
+        torch.testing.assert_close(kern(a), a.mean(1))
+
+
 def test_calls_of_several_sizes_at_once():
     """A call keeps its sizes whatever other threads call meanwhile: here at the worst moment, between check and run."""
     kern = compiled(K_SPLIT)

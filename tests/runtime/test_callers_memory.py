@@ -104,3 +104,43 @@ def test_results_in_the_memory_of_what_windows_are_of(given):
         b, c = laid.full(), other.full()
     assert torch.equal(b, expected)
     assert torch.equal(c, expected + 1.0)
+
+
+@T.prim_func
+def added_sums(A: T.Tensor((12, 12), "float32"), S: T.Tensor((12,), "float32")):
+    with T.Kernel(3, threads=32) as bx:
+        x, total = T.alloc_fragment((4, 12), "float32"), T.alloc_fragment((4,), "float32")
+        T.copy(A[bx * 4, 0], x)
+        T.reduce_sum(x, total, dim=1)
+        for i in T.Parallel(4):
+            S[bx * 4 + i] = S[bx * 4 + i] + total[i]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "of_a", "of_s"),
+    [
+        ({"x": 3}, {"x": 1}, [mt.Partial("sum")]),
+        ({"x": 2, "y": 2}, {"x": 1, "y": 0}, [mt.Partial("sum"), mt.Shard(0)]),
+        ({"x": 2, "y": 2}, {"x": 1, "y": 1}, [mt.Partial("sum"), mt.Partial("sum")]),
+    ],
+)
+@pytest.mark.parametrize("made_by", ["distribute", "redistribute"])
+def test_contributions_to_a_tensor_whose_devices_share_zeros(mesh, of_a, of_s, made_by):
+    """Before the call all devices but the first have one memory of zeros; each leaves another contribution."""
+    run = mt.compile(mt.annotate(added_sums, mt.Mesh(mesh), {"A": of_a, "S": of_s}), target="interpret", poison=True)
+    a, start = torch.randn(12, 12), torch.randn(12)
+    laid = mt.distribute(start, mesh, of_s if made_by == "distribute" else {})
+    laid = laid.redistribute(of_s)
+    assert run(a, laid) is laid
+    torch.testing.assert_close(laid.full(), start + a.sum(1))
+
+
+@pytest.mark.parametrize("starts", [(0, 0), (0, 3)])
+def test_tiles_of_one_memory(starts):
+    """What is read may be the same on several devices; what is written there isn't."""
+    memory = torch.randn(8, 16)
+    tiles = mt.MeshTensor([memory[at : at + 4] for at in starts], (8, 16), mt.Sharding.make({"x": 2}, 2, {"x": 0}))
+    before = tiles.full()
+    _, totals = compiled(centred, 2)(tiles, torch.empty(8))
+    torch.testing.assert_close(totals.full(), before.sum(1))
+    torch.testing.assert_close(tiles.full(), before - before.sum(1, keepdim=True))

@@ -12,7 +12,6 @@ from mesh_tensor.program.program import Parameter, Program, ProgramValue
 from mesh_tensor.runtime.ambient import mark_written, overlaps
 from mesh_tensor.runtime.backend import Memory, copied
 from mesh_tensor.runtime.elementwise import clone
-from mesh_tensor.runtime.elementwise import copy as copy_tile
 from mesh_tensor.runtime.placement import Layout, Tiles
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
@@ -154,7 +153,7 @@ class Launch:
         if isinstance(tensor, MeshTensor):
             here = tensor if tensor.layout is port.input else tensor.redistribute(port.input.sharding)
             tiles = list(here.tiles())
-            if port.overwritten and not ((own or (port.in_place and apart)) and _all_differ(tiles)):
+            if port.overwritten and not ((own or (port.in_place and apart)) and here.tiles_are_apart):
                 return [clone(tile) for tile in tiles]
             return tiles
         borrow = not port.overwritten or (port.in_place and direct)
@@ -189,11 +188,6 @@ def _parts(tensor: AnyTensor) -> Sequence[torch.Tensor]:
     return (tensor,) if isinstance(tensor, torch.Tensor) else list(tensor.tiles())
 
 
-def _all_differ(tiles: Tiles) -> bool:
-    """No two devices share a tile."""
-    return len({tile.data_ptr() for tile in tiles}) == len(tiles)
-
-
 def _new(port: _VirtualPort, device: torch.device) -> torch.Tensor:
     assert port.output is not None
     return torch.empty(port.output.shape, dtype=port.output.dtype, device=device)
@@ -205,9 +199,7 @@ def _leave(port: _VirtualPort, tiles: Tiles, target: AnyTensor | None, as_mesh_t
         target = _new(port, tiles[0].device)
     if isinstance(target, MeshTensor):
         made = of_tiles(tiles, port.output).redistribute(target.sharding)
-        for tile, result in zip(target.tiles(), made.tiles(), strict=True):
-            if tile is not result:
-                copy_tile(tile, result)
+        target.overwrite(made.tiles())
         return target
     if target is not None:
         port.output.collect(tiles, target)

@@ -16,8 +16,8 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.redistribution.plan import RedistributionPlan
 from mesh_tensor.redistribution.transfer import SMALL, TransferPlan
-from mesh_tensor.runtime.ambient import undisturbed, why_not_plain
-from mesh_tensor.runtime.elementwise import copy
+from mesh_tensor.runtime.ambient import memory_span, undisturbed, why_not_plain
+from mesh_tensor.runtime.elementwise import clone, copy
 from mesh_tensor.runtime.placement import Layout, layout_of
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import dtype_name
@@ -118,6 +118,24 @@ class MeshTensor(Arithmetic):
     def parts(self) -> list[torch.Tensor]:
         """The valid parts that together are the tensor, each once, as views."""
         return self._layout.parts(self._tiles)
+
+    @property
+    def tiles_are_apart(self) -> bool:
+        """No two devices have memory in common."""
+        spans = sorted(map(memory_span, self._tiles))
+        return all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+    def overwrite(self, results: Sequence[torch.Tensor]) -> None:
+        """Let the devices hold `results`: in the memory of their tiles, or in new memory where devices share some that
+        hold other parts (or, of partial tensors, other contributions) than each other."""
+        layout = self._layout
+        apart = {(layout.holder(rank), tile.data_ptr()): tile for rank, tile in enumerate(self._tiles)}
+        if not of_tiles(list(apart.values()), layout).tiles_are_apart:
+            self._tiles = [clone(result) for result in results]
+            return
+        for tile, result in zip(self._tiles, results, strict=True):
+            if tile is not result:
+                copy(tile, result)
 
     @undisturbed
     def full(self) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mesh_tensor import Mesh, Sharding
+from mesh_tensor import Mesh, Partial, Replicate, Sharding
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute
 from tests.runtime.reference import cut, shardings
 
@@ -87,6 +87,14 @@ def test_distribute_and_full_copy():
 def test_replicas_share_memory():
     tiles = distribute(torch.zeros(4), {"x": 2, "y": 2}, {"x": 0})
     assert len({tile.data_ptr() for tile in tiles.tiles()}) == 2
+
+
+@pytest.mark.parametrize("start", [Partial("sum"), Replicate()])
+def test_contributions_that_are_written(start):
+    """The zeros of devices that contribute nothing yet are their own."""
+    tiles = distribute(torch.ones(4), {"x": 3}, [start]).redistribute([Partial("sum")])
+    tiles.tile(1)[...] = 5
+    assert tiles.full().tolist() == [6] * 4
 
 
 def test_tensors_that_are_not_contiguous_and_gradients_that_nobody_records():
