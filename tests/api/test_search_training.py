@@ -227,6 +227,7 @@ def test_the_front_and_its_picture(found):
     assert not any(p.time < each.time and p.memory < each.memory for p in found.plans for each in front)
     assert "o" in found.picture()
     assert str(found).count("\n") == 11
+    assert "; planned in full: the first 1, and put together of pieces: the others\n" in str(found)
 
 
 def test_stages_that_compute_alike_are_planned_once(monkeypatch):
