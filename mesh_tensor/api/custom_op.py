@@ -184,6 +184,7 @@ class _OverDTensors:
         new = self._call.new(*[tensor.to_local() for tensor in laid])
         return self._call.results(tensors, [make(tensor) for make, tensor in zip(self._makers, new, strict=True)])
 
+
 def _misfit(tensor: Any, parameter: Parameter, value: ProgramValue, device_mesh: Any) -> str:
     """What is wrong with an argument of an operation on DTensors, if there is something."""
     if not is_dtensor(tensor):
