@@ -112,7 +112,7 @@ def _is_indexed_by_data(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
 def _reduction(kernel: Kernel, coordinates: Coordinates, factor: Factor, uses: Sequence[Use]) -> Reduction | None:
     """What is partial, as of any factor that is combined over."""
     products = LookedUpProducts(kernel, coordinates, uses)
-    blocks = {product: (block,) for product, block in products.blocks.items()}
+    blocks: dict[Statement, tuple[Access, ...]] = {product: (block,) for product, block in products.blocks.items()}
     blocks |= row_products(kernel, coordinates, uses) if len(factor.dims) > 1 else {}
     partial = PartialValues(kernel, coordinates, factor, products=blocks)
     statements = dict.fromkeys(statement for statement, *_ in uses)

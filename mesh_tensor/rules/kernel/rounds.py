@@ -15,7 +15,8 @@ from tvm import tirx
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop
 from mesh_tensor.tir.nodes import int_or
 from mesh_tensor.tir.rewrite import block_like, sequence
-from mesh_tensor.tir.tile_ops import Reduce, parse_tile_op
+from mesh_tensor.tir.tile_calls import parse_tile_op
+from mesh_tensor.tir.tile_ops import Reduce
 from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views
 
