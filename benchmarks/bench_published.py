@@ -5,8 +5,7 @@ bytes of activations of its table 2, which its figures 1 and 7 are made of.
 Everything is one set of constants, the preset `a100`, and the layer's own plan. What is recomputed of attention
 ("selective") is what is between queries, keys and values and their result. Of what is otherwise there, nothing is made
 up for: biases, dropouts and sums are operators of their own here, and fused kernels there (which would take 0.6 ms off
-a forward); and a column-linear layer's all-reduce runs beside the gradient of its weights there
-(--no-async-tensor-model-parallel-allreduce is how it is turned off), after it here (1.7 ms of a backward).
+a forward).
 
 python -m benchmarks.bench_published
 """
@@ -120,9 +119,12 @@ def layouts() -> dict[str, Any]:
     return {**found, **summed, "mask": {MODEL: 1}, "table": {MODEL: 0}, "wanted": {MODEL: 2}}
 
 
-def pieces_of_gpt(rows: int, width: int, heads: int, machine: mt.Machine, model: int) -> ModelPieces:
+def pieces_of_gpt(
+    rows: int, width: int, heads: int, machine: mt.Machine, model: int, overlap: str = "auto"
+) -> ModelPieces:
     """The pieces of a GPT model, split over `model` devices as Megatron splits it."""
-    return ModelPieces(gpt(rows, width, heads), "main", INPUTS, machine, layouts() if model > 1 else {})
+    stated = layouts() if model > 1 else {}
+    return ModelPieces(gpt(rows, width, heads), "main", INPUTS, machine, stated, overlap=overlap)
 
 
 @lru_cache(maxsize=64)

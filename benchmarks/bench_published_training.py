@@ -13,7 +13,13 @@ put together as its configuration says, with one set of constants per kind of GP
 - DLPerf's GPT report (Oneflow-Inc/DLPerf, reports/GPT/dlperf_gpt_test_report_210512.md), V100: 18 configurations,
   Megatron-LM's sequences per second; microbatches and heads from its Megatron-LM/README.md.
 
-All others recompute their layers. float32 stands for float16: as many operations, and twice the bytes.
+All others recompute their layers. float32 stands for float16: as many operations, and twice the bytes. Adam keeps three
+numbers of four bytes per weight (the weight itself is one), which count as two each. Before it, Megatron-LM's optimizer
+(megatron/optimizer/optimizer.py at aed2f75e, April 2021) copies gradients to float32, divides them by the loss's scale,
+and takes their norm: 6, 8 and 4 bytes per weight.
+
+Megatron-LM hides the all-reduce of a layer's input gradient behind its weights' gradient since August 2021 (its commit
+cf7efd4f), so 2205.05198 is planned so; what is older starts its collectives where it waits for them.
 
 python -m benchmarks.bench_published_training
 """
@@ -35,14 +41,15 @@ from ._timing import header, table
 from .bench_published import POSITIONS, VOCABULARY, half_precision, layer_of, layer_seconds, pieces_of_gpt
 from .bench_simulator import spearman
 
-STATES = 2  # of Adam
+STATES = 6  # of Adam: three numbers, each of the bytes of two
 _FLOAT16 = 4  # bytes: float32 stands for it
+_PREPARED = 18 * 2  # bytes per weight in which gradients are copied, unscaled and measured; float16 counts twice
 
 
 @dataclass(frozen=True)
 class Step:
     """A published step of training, and its seconds. `microbatch`: rows of a device's; `selective`: sequence parallel,
-    and the core of attention is all that is recomputed."""
+    and the core of attention is all that is recomputed; `overlap`: whether products hide collectives."""
 
     name: str
     width: int
@@ -57,6 +64,7 @@ class Step:
     seconds: float
     zero: int = 0
     selective: bool = False
+    overlap: str = "off"
 
     @property
     def choice(self) -> Choice:
@@ -129,7 +137,9 @@ def recomputed() -> list[Step]:
         ("530B", 128, 20480, 105, 35, 3, 280, 1, 49.05, 37.83),
         ("1T", 160, 25600, 128, 64, 1, 512, 1, 94.42, 71.49),
     )
-    full = [Step(n, w, h, ls, 1, 8, p, c, mb, b, seconds) for n, h, w, ls, p, c, b, mb, seconds, _ in rows]
+    full = [
+        Step(n, w, h, ls, 1, 8, p, c, mb, b, seconds, overlap="auto") for n, h, w, ls, p, c, b, mb, seconds, _ in rows
+    ]
     both = zip(full, rows, strict=True)
     return [*full, *(replace(step, seconds=row[-1], selective=True) for step, row in both)]
 
@@ -159,9 +169,10 @@ _KNOWN: dict[tuple, Model] = {}
 def pieces_of(step: Step, machine: mt.Machine) -> Model:
     """The pieces of a step's model, for a device's rows of a microbatch."""
     size = step.microbatch, step.width, step.heads
-    key = (*size, step.model, step.selective, machine.name)
+    key = (*size, step.model, step.selective, step.overlap, machine.name)
     if key not in _KNOWN:
-        made = pieces_of_gpt(*size, machine, step.model).model(Shape(step.microbatch, step.model, step.selective))
+        pieces = pieces_of_gpt(*size, machine, step.model, step.overlap)
+        made = pieces.model(Shape(step.microbatch, step.model, step.selective))
         if step.selective:
             *_, core = layer_seconds(layer_of(*size, machine, step.model, True), machine)
             made = replace(made, layer=replace(made.layer, backward=made.layer.backward + core))
@@ -171,8 +182,23 @@ def pieces_of(step: Step, machine: mt.Machine) -> Model:
 
 def simulated(step: Step, machine: mt.Machine) -> float:
     """Seconds of a step."""
-    model, composer = pieces_of(step, machine), Composer(machine, STATES)
-    return composer.seconds(step.choice, [model] * step.choice.meshes, model.cut(step.choice.stages))
+    model = pieces_of(step, machine)
+    return step_seconds(step.choice, model, model.cut(step.choice.stages), machine)
+
+
+def step_seconds(choice: Choice, model: Model, layers: Sequence[int], machine: mt.Machine) -> float:
+    """Seconds of a step whose stages have so many layers, with what is done to gradients before Adam."""
+    prepared = _PREPARED * max(weights_of_meshes(choice, model, layers)) / (choice.data if choice.zero else 1)
+    seconds = Composer(machine, STATES).seconds(choice, [model] * choice.meshes, layers)
+    return seconds + prepared / machine.main_memory.rate
+
+
+def weights_of_meshes(choice: Choice, model: Model, layers: Sequence[int]) -> list[int]:
+    """Per mesh: the elements of the weights that a device of it has."""
+    mesh_of, found = named_schedule(*choice.order).mesh_of, [0] * choice.meshes
+    for stage, count in enumerate(layers):
+        found[mesh_of[stage]] += model.stage(count, stage == 0, stage == len(layers) - 1).elements
+    return found
 
 
 def unhidden(step: Step, machine: mt.Machine) -> float:
@@ -199,8 +225,7 @@ def all_ways(step: Step, machine: mt.Machine) -> list[tuple[float, Choice]]:
                 pieces = between(few, many, 1, 16, rows)
                 layers = (step.layers // (meshes * chunks),) * (meshes * chunks)
                 if checkpointed(each, pieces, layers) <= machine.main_memory.size:
-                    seconds = Composer(machine, STATES).seconds(each.choice, [pieces] * meshes, layers)
-                    found.append((seconds, each.choice))
+                    found.append((step_seconds(each.choice, pieces, layers, machine), each.choice))
     return sorted(found)
 
 
@@ -210,14 +235,8 @@ def checkpointed(step: Step, pieces: Model, layers: Sequence[int]) -> float:
     schedule = named_schedule(*step.choice.order)
     entering = _FLOAT16 * step.microbatch * POSITIONS * step.width
     held = peaks(schedule, {stage: Held(count * entering) for stage, count in enumerate(layers)})
-    most = 0.0
-    for mesh, kept in enumerate(held):
-        mine = [stage for stage in range(len(layers)) if schedule.mesh_of[stage] == mesh]
-        around = (pieces.before.elements if 0 in mine else 0) + (
-            pieces.after.elements if len(layers) - 1 in mine else 0
-        )
-        elements = around + pieces.layer.elements * sum(layers[stage] for stage in mine)
-        most = max(most, kept + 18 * _FLOAT16 // 2 * elements)
+    elements = weights_of_meshes(step.choice, pieces, layers)
+    most = max(kept + 18 * _FLOAT16 // 2 * count for kept, count in zip(held, elements, strict=True))
     return most + max(piece.kept + piece.working for piece in (pieces.before, pieces.layer, pieces.after))
 
 

@@ -36,6 +36,7 @@ import mesh_tensor as mt
 from kernels.matmul import matmul
 from kernels.models import convnet, gpt2, llama, mlp
 from kernels.softmax import softmax
+from mesh_tensor.api.probe_models import activations
 from mesh_tensor.base.machine import Link
 
 from ._ranks import alone, on_ranks
@@ -190,6 +191,7 @@ def on_two_ranks(calls: int) -> list[tuple[str, float, float]]:
     (machine,) = _all_have(alone(mt.Machine.measure)(60.0))
     machine = replace(machine, processors=None, call=0.0)
     machine = replace(machine, links=(_measured_link(mesh, machine, calls),))
+    machine = replace(machine, result=_measured_result(mesh, calls))
     machine = replace(machine, call=_measured_call(mesh, machine, calls))
     found = []
     for name, run, arguments in _rank_cases(mesh):
@@ -266,6 +268,14 @@ def _measured_link(mesh: Any, machine: mt.Machine, calls: int) -> Link:
         received.append((nbytes[1] - nbytes[0]) / 8)
     rate = (received[1] - received[0]) / max(1e-9, took[1] - took[0])
     return Link(_LINK, None, rate, start=max(0.0, took[0]))
+
+
+def _measured_result(mesh: Any, calls: int) -> float:
+    """What a rank takes to hand on a result as a DTensor."""
+    shared = _shared(torch.rand(16, 16), mesh, Shard(0))
+    runs = [mt.distribute_module(activations(16, 16, 32, count), mesh, {"x": {"x": 0}}) for count in (1, 32)]
+    few, many = (rank_seconds(lambda run=run: run(shared), calls) for run in runs)
+    return max(0.0, many - few) / 31
 
 
 def _measured_call(mesh: Any, machine: mt.Machine, calls: int) -> float:

@@ -18,6 +18,7 @@ from kernels.elementwise import activation_chain, add_bias, vector_add
 from kernels.embedding import embedding
 from kernels.flash_attention import flash_attention
 from kernels.gemv import gemv, gevm
+from kernels.grouped_gradient import grouped_weight_gradient
 from kernels.grouped_query import grouped_decode, grouped_key_gradient, split_decode
 from kernels.indexer import index_scores
 from kernels.layer_norm import layer_norm
@@ -33,6 +34,7 @@ from kernels.recurrences import advantages
 from kernels.reduce import reduce_columns, reduce_rows
 from kernels.rms_norm import rms_norm, two_pass_rms_norm
 from kernels.rope import packed_rope, rope
+from kernels.rounds import balanced, top_k
 from kernels.schedules import (
     backwards_rows,
     causal_product,
@@ -243,6 +245,9 @@ def _scalars() -> Iterator[PlanCase]:
     padded = "the sums of all blocks of rows, every group's last one padded, are completed before relu"
     k = ("A1 B1", padded, rows * 512)
     yield _case("scalars", searched_grouped_matmul, many, columns="B2 C1", K=k)
+    gradient = {"groups": 8, "rows": 32768, "N": 1024, "K": 1024, "block_N": 64, "block_K": 64, "block_rows": 64}
+    tokens = ("A0 dC0", "ring all-reduce of every group's weights", 8 * 1024 * 1024)
+    yield _case("scalars", grouped_weight_gradient, gradient, columns="dC1 dB2", tokens=tokens)
     few = {**groups, "groups": 64, "rows": 1024}
     yield _case("scalars", padded_grouped_matmul, few, experts=("B0", _PARTIAL, 1024 * 1024))
     yield _case("scalars", searched_grouped_matmul, few, experts=("B0", _PARTIAL, 1024 * 1024), tokens="A0 C0")
@@ -332,6 +337,11 @@ def _combined() -> Iterator[PlanCase]:
     yield _case("carried", nearest_points, {"M": 4096, "N": 65536}, rows="P0 D0 At0", points=points)
     said = "the sum of each row, that an iteration keeps to itself"
     yield _case("carried", row_norms, {"M": 2048, "N": 8192}, rows="A0 B0", columns=("A1 B1", said, 2048))
+    said = "the candidates of each device, and where they are: those of all are gathered"
+    yield _case("carried", top_k, {"M": 512, "N": 65536}, rows="A0 High0 At0", columns=("A1", said, 0, 0, 2 * 4 * 512))
+    said = "the sums of rows, in each round"
+    sinkhorn = {"batch": 512, "n": 256}
+    yield _case("carried", balanced, sinkhorn, batch="A0 B0", columns=("A2 B2", said, 3 * 512 * 256))
     delta = {"length": 4096, "heads": 16, "dim": 64}
     state = 2 * 16 * 64 * 64
     yield _case(

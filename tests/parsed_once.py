@@ -2,7 +2,8 @@
 one at each call: three quarters of the time of a test that builds a small kernel. Tests build the same kernels a
 thousand times, for other sizes; here each is rewritten once, and then bound to what it closes over.
 
-It also asks for a function's source twice.
+It also asks for a function's source twice, and writes what it has rewritten as text, for messages. TVM takes the source
+of a function or module apart twice, the second time for messages.
 
 TVM's arrays, of which kernels are made, look at their length and at what an index may be for each element of a walk.
 
@@ -16,13 +17,17 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+import tilelang.language.eager.ast as rewriting
 import tilelang.language.eager.builder as builder
 from tilelang.language.eager import utils
 from tilelang.language.eager.ast import IRGenerator, mutate
 from tilelang.language.eager.utils import get_func_nonlocals
+from tvm.script.parser.core import doc
+from tvm.script.parser.core.diagnostics import Source
 from tvm_ffi import container
 
 _DECORATORS = (
@@ -56,6 +61,28 @@ def tree_of(func: Callable[..., Any]) -> ast.Module:
     return ast.parse(source, filename=os.path.abspath(inspect.getsourcefile(func) or inspect.getfile(func)))
 
 
+@dataclass(frozen=True)
+class Unparsed:
+    """The text of a tree, when somebody asks."""
+
+    tree: ast.AST
+
+    def __str__(self) -> str:
+        return ast.unparse(self.tree)
+
+
+def unparsed(tree: ast.AST) -> str | Unparsed:
+    """What `ast.unparse(tree)` gives; of a module, later."""
+    return Unparsed(tree) if isinstance(tree, ast.Module) else ast.unparse(tree)
+
+
+def source_tree(source: Source) -> doc.AST:
+    """What TVM's `source.as_ast()` gives."""
+    if "tree" not in vars(source):
+        source.tree = doc.parse(source.source)
+    return source.tree
+
+
 def elements_of(array: container.Array) -> Iterator[Any]:
     """What walking an array of TVM gives."""
     for index in range(len(array)):
@@ -84,8 +111,16 @@ def install() -> None:
     """From now on, in this process."""
     builder.mutate = mutate_once
     utils.get_ast = tree_of
+    rewriting.ast = _like(ast, unparse=unparsed)
+    Source.as_ast = source_tree
     container.Array.__iter__ = elements_of
-    nearby = ModuleType("inspect")
-    vars(nearby).update(vars(inspect), stack=near_stack)
+    nearby = _like(inspect, stack=near_stack)
     for decorators in _DECORATORS:
         vars(importlib.import_module(decorators))["inspect"] = nearby
+
+
+def _like(module: ModuleType, **others: Any) -> ModuleType:
+    """A module as another one, but for these names."""
+    made = ModuleType(module.__name__)
+    vars(made).update(vars(module), **others)
+    return made

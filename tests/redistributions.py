@@ -53,7 +53,7 @@ def main() -> None:
             (better,) = run(body, 1, group=False)
             done.append(f"none more than DTensor, {better} less")
         if devices in (2, 4):
-            run(partial(bodies.every_pair, sizes=sizes, shapes=[shape]), devices)
+            run(partial(bodies.every_pair, sizes=sizes), devices, before=partial(bodies.pairs, sizes, [shape]))
             done.append("gloo has the same bits")
         print(f"{sizes} {shape}: {'; '.join(done)} ({time.perf_counter() - start:.0f} s)", flush=True)
 

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from kernels import schedules, sparse
+from kernels.grouped_gradient import grouped_weight_gradient, grouped_weight_gradient_reference
 from kernels.grouped_query import (
     grouped_decode,
     grouped_decode_reference,
@@ -259,6 +260,14 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
         _EXPERTS,
         tensors(normal("rows K"), normal("groups K N"), _offsets),
         ("C",),
+    ),
+    KernelCase(
+        "grouped_weight_gradient",
+        partial(grouped_weight_gradient, block_N=8, block_K=8, block_rows=8),
+        grouped_weight_gradient_reference,
+        _EXPERTS,
+        tensors(normal("rows K"), normal("rows N"), _offsets),
+        ("dB",),
     ),
     KernelCase(
         "padded_grouped_matmul",

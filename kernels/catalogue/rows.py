@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from kernels import reduce, statistics
+from kernels import reduce, rounds, statistics
 from kernels.combined import (
     largest_of_rows,
     largest_of_rows_reference,
@@ -148,6 +148,15 @@ STATISTICS_CASES = (
         MN,
         tensors(normal("M 3"), normal("N 3")),
         ("D", "At"),
+    ),
+    KernelCase(
+        "top_k",
+        partial(rounds.top_k, k=2, block_M=4),
+        partial(rounds.top_k_reference, k=2),
+        MN,
+        tensors(normal("M N")),
+        ("High", "At"),
+        EXACT,
     ),
     KernelCase("row_norms", statistics.row_norms, statistics.row_norms_reference, MN, tensors(normal("M N")), ("B",)),
 )

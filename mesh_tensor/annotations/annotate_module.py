@@ -207,7 +207,7 @@ def _device_mesh(mod: ir.IRModule, mesh: Mesh) -> DeviceMesh:
             refuse(
                 f"the module is annotated for {named_mesh(mod, device)} already, not for {mesh}",
                 where=where,
-                why="several meshes at once are not supported: all annotations of a module are for one mesh",
+                why="a module that runs on one mesh has annotations for that one",
                 fix="annotate for the mesh that is there, or take the other annotations out",
             )
     if used:

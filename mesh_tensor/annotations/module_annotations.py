@@ -173,8 +173,8 @@ def _mesh(mod: ir.IRModule, used: list[tuple[DeviceMesh, str]], mesh: Mesh | Non
     if len(used) > 1:
         refuse(
             [f"{where} is annotated for {named_mesh(mod, device)} {device}" for device, where in used],
-            why="several meshes at once are not supported: all annotations of a module are for one mesh",
-            fix="annotate for one mesh that has all the devices",
+            why="a module that runs on one mesh has annotations for that one",
+            fix="mt.pipeline runs a module on several meshes, a stage on each; or annotate for one with all devices",
         )
     candidates = [device for device, _ in used] or device_meshes(mod)
     if mesh is None:

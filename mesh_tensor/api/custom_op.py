@@ -69,7 +69,7 @@ def as_custom_op(kernel: MeshKernel, name: str, *, device_mesh: Any = None) -> C
         parts = [as_custom_op(part, f"{name}_backward_{number}", device_mesh=device_mesh) for number, part in numbered]
         _register_gradients(op, kernel.gradients, [p.name for p in passed], [p.name for p in made], parts)
     call = _Call(kernel, op, tuple(passed), tuple(made), program)
-    return call.plain if device_mesh is None else _over(call, device_mesh)
+    return call.plain if device_mesh is None else _OverDTensors(call, device_mesh)
 
 
 def _register_gradients(
@@ -130,61 +130,59 @@ class _Call:
         return _packed([given[p.name] for p in self.program.parameters if p.output is not None])
 
 
-def _over(call: _Call, device_mesh: Any) -> Callable[..., Any]:
+class _OverDTensors:
     """The operation on DTensors: on their local tensors, with the results wrapped again."""
-    inputs = [call.program.values[str(p.input)] for p in call.passed]
-    outputs = [call.program.values[str(p.output)] for p in call.made]
-    for value in (*inputs, *outputs):
-        if not lies_like_torch(value.sharding, value.shape):
-            refuse(
-                f"no DTensor lies like {value.name!r}: {value.shape} as '{value.sharding}'",
-                why="several axes split a dim that they don't divide, or not in the mesh's order: torch does that "
-                "differently",
-                fix="annotate it otherwise, or call the kernel itself",
-            )
-    wanted = [to_placements(value.sharding) for value in inputs]
-    out_of_order = axes_out_of_order(device_mesh)
-    makers = [dtensor_maker(device_mesh, value.sharding, value.shape) for value in outputs]
 
-    def run(*tensors: Any) -> Any:
+    def __init__(self, call: _Call, device_mesh: Any) -> None:
+        self._call, self._device_mesh = call, device_mesh
+        self._inputs = [call.program.values[str(p.input)] for p in call.passed]
+        outputs = [call.program.values[str(p.output)] for p in call.made]
+        for value in (*self._inputs, *outputs):
+            if not lies_like_torch(value.sharding, value.shape):
+                refuse(
+                    f"no DTensor lies like {value.name!r}: {value.shape} as '{value.sharding}'",
+                    why="several axes split a dim that they don't divide, or not in the mesh's order: torch does that "
+                    "differently",
+                    fix="annotate it otherwise, or call the kernel itself",
+                )
+        self._wanted = [to_placements(value.sharding) for value in self._inputs]
+        self._out_of_order = axes_out_of_order(device_mesh)
+        self._makers = [dtensor_maker(device_mesh, value.sharding, value.shape) for value in outputs]
+
+    def __call__(self, *tensors: Any) -> Any:
         if not any(is_dtensor(tensor) for tensor in tensors):
-            return call.plain(*tensors)
+            return self._call.plain(*tensors)
         if torch.compiler.is_compiling():
-            check(*tensors)
-            return on_dtensors(*tensors)
-        on_ranks = call.kernel.on_ranks(device_mesh)
+            self._check(tensors)
+            return self._on_dtensors(tensors)
+        on_ranks = self._call.kernel.on_ranks(self._device_mesh)
         with on_ranks.lane:
             try:
-                check(*tensors)
+                self._check(tensors)
             except MeshTensorError as error:
                 on_ranks.refuse_call(error)
-            if any(tuple(t.placements) != p for t, p in zip(tensors, wanted, strict=True)):
+            if any(tuple(t.placements) != p for t, p in zip(tensors, self._wanted, strict=True)):
                 on_ranks.ranks.meet_here()
-            return on_dtensors(*tensors)
+            return self._on_dtensors(tensors)
 
-    def check(*tensors: Any) -> None:
-        found = [_misfit(t, p, v, device_mesh) for t, p, v in zip(tensors, call.passed, inputs, strict=True)]
-        problems = [words for words in found if words]
+    def _check(self, tensors: Sequence[Any]) -> None:
+        given = zip(tensors, self._call.passed, self._inputs, strict=True)
+        problems = [words for each in given if (words := _misfit(*each, self._device_mesh))]
+        where = f"operation of kernel {self._call.program.name!r}"
         if problems:
             fix = "pass DTensors of these shapes on the DeviceMesh that the operation was made for"
-            refuse(problems, where=f"operation of kernel {call.program.name!r}", fix=fix)
-        for tensor, parameter, placements in zip(tensors, call.passed, wanted, strict=True):
+            refuse(problems, where=where, fix=fix)
+        for tensor, parameter, placements in zip(tensors, self._call.passed, self._wanted, strict=True):
             if parameter.output is not None and tuple(tensor.placements) != placements:
-                refuse(
-                    f"parameter {parameter.name!r}: lies as {tensor.placements}, but is updated as {placements}",
-                    where=f"operation of kernel {call.program.name!r}",
-                    fix="redistribute it so before",
-                )
-        for tensor, placements in zip(tensors, wanted, strict=True):
-            check_order(tensor, placements, out_of_order)
+                what = f"parameter {parameter.name!r}: lies as {tensor.placements}, but is updated as {placements}"
+                refuse(what, where=where, fix="redistribute it so before")
+        for tensor, placements in zip(tensors, self._wanted, strict=True):
+            check_order(tensor, placements, self._out_of_order)
 
-    def on_dtensors(*tensors: Any) -> Any:
-        laid = [t.redistribute(placements=p) for t, p in zip(tensors, wanted, strict=True)]
-        new = call.new(*[tensor.to_local() for tensor in laid])
-        wrapped = [make(tensor) for make, tensor in zip(makers, new, strict=True)]
-        return call.results(tensors, wrapped)
-
-    return run
+    def _on_dtensors(self, tensors: Sequence[Any]) -> Any:
+        laid = [t.redistribute(placements=p) for t, p in zip(tensors, self._wanted, strict=True)]
+        new = self._call.new(*[tensor.to_local() for tensor in laid])
+        return self._call.results(tensors, [make(tensor) for make, tensor in zip(self._makers, new, strict=True)])
 
 
 def _misfit(tensor: Any, parameter: Parameter, value: ProgramValue, device_mesh: Any) -> str:

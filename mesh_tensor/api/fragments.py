@@ -14,7 +14,15 @@ from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.base.collectives import BETWEEN
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Replicate, Sharding
-from mesh_tensor.pipelining.fragments import FUNCTION, FragmentFunction, JointStage, Stage, fragments_of, gradient_name
+from mesh_tensor.pipelining.fragments import (
+    FUNCTION,
+    FragmentFunction,
+    JointStage,
+    Stage,
+    fragments_of,
+    gradient_name,
+    without_gradient,
+)
 from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.redistribution.transfer import TransferPlan
@@ -68,13 +76,14 @@ class Fragment:
 @dataclass(frozen=True, eq=False)
 class StageFragments:
     """A stage on its mesh: its fragments by kind, and the layout of every value that enters or leaves one. `inputs` are
-    those of its parameters that come with every batch."""
+    those of its parameters that come with every batch; `still` those weights whose gradients are zero here."""
 
     stage: Stage
     mesh: Mesh
     fragments: Mapping[str, Fragment]
     layouts: Mapping[str, Sharding]
     inputs: tuple[str, ...] = ()
+    still: frozenset[str] = frozenset()
 
     @cached_property
     def types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -194,8 +203,10 @@ def training_fragments(
     wrt: Sequence[str],
     kinds: Iterable[str],
     constant: Sequence[str] = (),
+    shared: Sequence[str] = (),
 ) -> StageFragments:
-    """A stage that runs forwards, and backwards of these kinds, to the gradients of `wrt`.
+    """A stage that runs forwards, and backwards of these kinds, to the gradients of `wrt`; those of weights that are
+    `shared` with other stages may be zero.
 
     The forward's layouts are those of all: what it saves is taken as it lies, and a gradient lies as its value, but
     for those of weights, which may be left to be reduced. What follows from the parameters `constant` is not saved.
@@ -203,11 +214,12 @@ def training_fragments(
     module = annotate_module(stage.module, mesh, layouts, FUNCTION) if layouts else stage.module
     joint = None
     if wrt:
-        optional, unseeded = stage.takes, [stage.gives.index(name) for name in stage.only_state]
+        optional, unseeded = {*stage.takes, *shared}, [stage.gives.index(name) for name in stage.only_state]
         joint = gradient_function(module, FUNCTION, list(wrt), seeded=True, optional=optional, unseeded=unseeded)
     if joint is None:  # nothing to train here, and nothing before it
         return forward_fragments(stage, mesh, layouts, options)
-    functions = fragments_of(JointStage(stage, joint, tuple(wrt), tuple(constant)), options.recompute)
+    joined = JointStage(stage, joint, tuple(wrt), tuple(constant))
+    functions = fragments_of(joined, options.recompute)
     forward = options.fragment("F", functions["F"].module, "F", mesh, {}, functions["F"])
     known, made = dict(forward.layouts), {"F": forward}
     known |= {gradient_name(name): _whole(layout) for name, layout in forward.layouts.items()}
@@ -225,7 +237,8 @@ def training_fragments(
         known = {**fragment.layouts, **known}
     if options.carries:
         _carry(made)
-    here = StageFragments(stage, mesh, made, known)
+    still = without_gradient(joined) & {*shared} if shared else frozenset()
+    here = StageFragments(stage, mesh, made, known, still=still)
     for kind in made.keys() - {"F"}:
         last = here.lasts[kind] - here.own
         made[kind].module.forget([number for number, name in enumerate(made[kind].takes) if name in last])

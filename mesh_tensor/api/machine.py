@@ -23,6 +23,7 @@ from mesh_tensor.runtime.virtual.mesh_tensor import distribute
 from mesh_tensor.simulation import Simulation
 from mesh_tensor.simulation.pipelines import simulate_pipeline
 
+from .kernel_classes import with_kernel
 from .mesh_module import MeshModule
 from .module import distribute_module
 from .pipeline import pipeline
@@ -252,3 +253,4 @@ def _link(small: _Changes, large: _Changes) -> Link:
 
 
 Machine._measure = staticmethod(measure)
+Machine._with_kernel = staticmethod(with_kernel)

@@ -47,7 +47,8 @@ class Shape:
 
 class ModelPieces:
     """The pieces of a module's function on a machine. `inputs`: parameters that are no weights; `layouts`: how values
-    are split over the model axis, Megatron's if they are left out; `halves`: those of backwards are planned, too."""
+    are split over the model axis, Megatron's if they are left out; `halves`: those of backwards are planned, too;
+    `overlap`: as `distribute_module` takes it."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class ModelPieces:
         machine: Machine,
         layouts: Mapping[str, Mapping[str, int]] | None = None,
         halves: bool = False,
+        overlap: str = "auto",
     ) -> None:
         self.flow, self.inputs, self.machine = Flow(mod, function), tuple(inputs), machine
         self._symbols = ModuleSignature(self.flow.mod, function).symbols
@@ -65,6 +67,7 @@ class ModelPieces:
         self._flows: dict[int, Flow] = {}
         self._cuts: dict[tuple, tuple[Stage, ...]] = {}
         self._layouts, self._kinds = layouts, "FBIW" if halves else "FB"
+        self._plan = PlanOptions(machine=machine, overlap=overlap)
         self.planned = 0
 
     @cached_property
@@ -231,7 +234,7 @@ class ModelPieces:
         (layouts,) = stage_layouts(flow, (replace(stage, index=0),), topology, shardings)
         passed = {*self._weights, *trained_values(flow, self._weights)}
         wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
-        options = Options("c", recompute=recompute, plan=PlanOptions(machine=self.machine))
+        options = Options("c", recompute=recompute, plan=self._plan)
         mesh = topology[stage.mesh]
         make = partial(training_fragments, stage, mesh, layouts, options, wrt, kinds)
         here = make() if known is None else known.made(stage, mesh, layouts, wrt, kinds, make)

@@ -33,7 +33,8 @@ from mesh_tensor.targets.op_steps import Records
 from .module_launch import ModuleLaunch, Recorder, Recording, kept_apart, state_of
 from .module_plans import ModulePlans
 from .module_ports import HeldWeights
-from .module_ranks import MESH_FIX, RankModuleLaunch
+from .module_ranks import RankModuleLaunch
+from .rank_ports import MESH_FIX
 from .turns import Turns
 
 T = TypeVar("T")

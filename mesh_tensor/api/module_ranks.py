@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.program.builder import Overwritten
@@ -17,14 +15,13 @@ from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.backend import Leave, Memory, may_overwrite
 from mesh_tensor.runtime.elementwise import not_finite
-from mesh_tensor.runtime.ranks import is_dtensor, redistribute
+from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.alike import told, values_of
-from mesh_tensor.runtime.ranks.dtensor import as_dtensor, lies_like_torch, local_part, to_placements
 from mesh_tensor.runtime.ranks.faults import Faults, agree, anywhere, digest_of, program_facts
 from mesh_tensor.runtime.ranks.rank_backend import RankBackend
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
 from mesh_tensor.runtime.ranks.ranks import Ranks
-from mesh_tensor.runtime.ranks.redistribution import Part, one_of, rank_layout
+from mesh_tensor.runtime.ranks.redistribution import Part, one_of
 from mesh_tensor.runtime.ranks.tiling import Tiling, tiling_of
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
@@ -32,8 +29,7 @@ from mesh_tensor.targets.op_steps import Records
 from mesh_tensor.targets.totals import can_be_totals, total_of
 
 from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, constants_digest, picked, ports_of
-
-MESH_FIX = "pass a DTensor of the module's DeviceMesh, or a global tensor"
+from .rank_ports import RankPort
 
 
 class RankModuleLaunch:
@@ -73,7 +69,7 @@ class RankModuleLaunch:
         sums = frozenset(self._totals.values())
         self._run = RankLaunch(RankBackend(program, target, ranks, faults, carried=carried, ends=ended, totals=sums))
         self._result = made.result
-        self._ports = {port.name: port for port in ports_of(plan)}
+        self._ports = {port.name: RankPort(port, ranks, self._run) for port in ports_of(plan)}
         self._inputs = dict(zip(plan.params, made.inputs, strict=True))
         values = made.program.values
         self._held = {n: constant_tensor(c, values[n]).padded_tile(ranks.rank) for n, c in made.constants.items()}
@@ -99,7 +95,7 @@ class RankModuleLaunch:
     def __call__(self, tensors: Mapping[str, Any], alike: bool = False) -> Any:
         """What the function returns: DTensors if any argument is one, else global tensors, the same on every rank.
         `alike`: DTensors are known to lie alike on all ranks, so what lies as it has to needs no agreement."""
-        entered = {self._inputs[n]: self._enter(n, tensor, alike=alike) for n, tensor in tensors.items()}
+        entered = {self._inputs[n]: self._port(n).enter(n, tensor, alike=alike) for n, tensor in tensors.items()}
         known = {**self._held, **entered}
         self._begin(tensors)
         made = self._run(known, {})
@@ -140,8 +136,8 @@ class RankModuleLaunch:
         for number in self._totals:
             result = self._ports[self._result[number]]
             port = self._run.ports[self._result[number]]
-            if self._stays(result) and port.output is not None:
-                made[number] = total_of(port.output_storage), port.output, one_of(self._names(result)[1])
+            if result.stays and port.output is not None:
+                made[number] = total_of(port.output_storage), port.output, one_of(result.names[1])
         return made
 
     @cached_property
@@ -161,7 +157,7 @@ class RankModuleLaunch:
         return [self._tiled(name, own) for name, own in self._inputs.items()]
 
     def _tiled(self, parameter: str, own: str) -> tuple[str, Tiling | None, Callable[[Part], torch.Tensor]]:
-        enter, port = self._entry(parameter), self._run.ports.get(own)
+        enter, port = self._port(parameter).entry(parameter), self._run.ports.get(own)
         if port is None or port.input is None:  # a result of the module is all that it is used for
             return own, None, enter
         tiling = None if port.fresh else port.input
@@ -181,60 +177,28 @@ class RankModuleLaunch:
 
     def _left(self, name: str) -> tuple[str, Callable[[torch.Tensor], Part]]:
         result, port = self._ports[name], self._run.ports.get(name)
-        leave, (_, named), shape = self._exit(result), self._names(result), tuple(result.shape)
-        named = one_of(named)
+        leave, named, shape = result.exit(), one_of(result.names[1]), result.port.shape
         if port is None:
             return name, lambda local: Part(leave(local), named, shape)
         tiling, storage = port.output or port.tiling, port.output_storage or port.input_storage
-        if not self._stays(result):  # all ranks take part
+        if not result.stays:  # all ranks take part
             return storage, lambda tile: Part(leave(tiling.valid(tile)), named, shape)
         return storage, lambda tile: Part(None, named, shape, tile, tiling, lambda tile: leave(tiling.valid(tile)))
 
-    def _entry(self, parameter: str) -> Callable[[Part], torch.Tensor]:
-        """From this rank's part of a parameter to what the program takes."""
-        port, device_mesh = self._ports[self._inputs[parameter]], self.ranks.device_mesh
-        layout, valid = rank_layout(port.named, port.shape), self._valid(port, port.sharding)
-
-        def plain(part: Part) -> torch.Tensor:
-            local = part.local if part.layout is layout else part.laid(layout, device_mesh).local
-            return local if local.shape == valid else local.reshape(valid)
-
-        def other(part: Part) -> torch.Tensor:
-            return self._enter(parameter, part.dtensor(device_mesh), alike=True)
-
-        return plain if port.plain is not None and lies_like_torch(port.plain, port.shape) else other
-
-    def _stays(self, port: ModulePort) -> bool:
-        """Whether a result lies in a layout that DTensors have."""
-        return port.order is None and self._names(port)[0] == port.sharding
-
-    def _exit(self, port: ModulePort) -> Callable[[torch.Tensor], torch.Tensor]:
-        """From what the program makes to this rank's part of a result."""
-        nameable, _ = self._names(port)
-        merged = self._merged(port, nameable)
-        if port.order is not None:
-            return lambda local: port.restored(self._changed(port, local, nameable))
-        if nameable != port.sharding:
-            return lambda local: self._changed(port, local, nameable).reshape(merged)
-        valid = Tiling(port.refined, port.torch_dtype(), port.sharding, self.ranks.rank).valid_shape
-
-        def leave(local: torch.Tensor) -> torch.Tensor:
-            local = local if local.shape == valid else self._changed(port, local, nameable)
-            return local if local.shape == merged else local.reshape(merged)
-
-        return leave
+    def _port(self, parameter: str) -> RankPort:
+        return self._ports[self._inputs[parameter]]
 
     def enter(self, name: str, tensor: Any) -> torch.Tensor:
         """This rank's part of a parameter's tensor."""
-        return self._enter(name, tensor, keep=True)
+        return self._port(name).enter(name, tensor, keep=True)
 
     def leave(self, name: str, local: torch.Tensor, full: bool) -> Any:
         """What this rank has of a parameter, as callers know it: a DTensor, or the whole. All ranks have to ask."""
-        return self._leave(self._ports[self._inputs[name]], local, not full)
+        return self._port(name).leave(local, not full)
 
     def reordered(self, name: str, local: torch.Tensor, places: torch.Tensor) -> torch.Tensor | None:
         """As `ModuleLaunch.reordered`, of this rank's part: the same on all ranks is None."""
-        rows = self._ports[self._inputs[name]].rows(places)
+        rows = self._port(name).port.rows(places)
         return None if rows is None else picked(local, rows[self.ranks.rank])
 
     def step(
@@ -280,94 +244,28 @@ class RankModuleLaunch:
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """All values, and what replaces the state."""
         known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
-        known |= {self._inputs[name]: self._enter(name, tensor) for name, tensor in tensors.items()}
+        known |= {self._inputs[name]: self._port(name).enter(name, tensor) for name, tensor in tensors.items()}
         self._begin(tensors)
         made = {**known, **self._run(known, {}, leave=leave)}
         return made, {name: made[result] for name, result in self.plan.state.items()}
 
     def _weight(self, name: str, weights: HeldWeights) -> torch.Tensor:
         """This rank's part of a weight. That of a DTensor may take a collective, so all ranks have to ask at once."""
+        mine = self._port(name)
         if is_dtensor(weights[name]):
-            return self._enter(name, weights[name], keep=True)
+            return mine.enter(name, weights[name], keep=True)
 
         def lay_out(port: ModulePort, tensor: Any) -> tuple[torch.Tensor, Any]:
-            part = self._enter(name, tensor.full() if isinstance(tensor, (MeshTensor, Refined)) else tensor, keep=True)
-            plain = port.plain
+            part = mine.enter(name, tensor.full() if isinstance(tensor, (MeshTensor, Refined)) else tensor, keep=True)
             stays = isinstance(tensor, StoredTensor) or not (self._settled or weights.donated)
-            if stays or plain is None or not lies_like_torch(plain, port.shape):
-                return part, None
-            merged = part.reshape(self._merged(port, port.sharding))
-            return part, as_dtensor(merged, self.ranks.device_mesh, plain, port.shape)
+            return part, None if stays else mine.held(part)
 
-        return weights.laid_out(name, self._ports[self._inputs[name]], lay_out, self.ranks.rank)
-
-    def _enter(self, parameter: str, tensor: Any, keep: bool = False, alike: bool = False) -> torch.Tensor:
-        """This rank's valid part of an argument. `keep`: its memory does not change with the argument's."""
-        if isinstance(tensor, MeshTensor):
-            refuse(
-                f"parameter {parameter!r}: a MeshTensor, which lies on a virtual mesh, but the module runs on ranks",
-                fix="pass a DTensor, or a global tensor: tensor.full()",
-            )
-        if is_dtensor(tensor) and (words := self.ranks.elsewhere(tensor)):
-            refuse(f"parameter {parameter!r}: {words}", fix=MESH_FIX)
-        port = self._ports[self._inputs[parameter]]
-        plain = port.plain
-        if is_dtensor(tensor) and plain is not None and lies_like_torch(plain, port.shape):
-            if not (alike and tuple(tensor.placements) == to_placements(plain)):
-                tensor = redistribute(tensor, plain)
-            return local_part(tensor).reshape(self._valid(port, port.sharding))
-        if isinstance(tensor, StoredTensor):
-            if port.order is None:
-                return tensor.read_atoms(port.dims, self._box(port))
-            tensor = tensor.read()
-        part = port.arranged(local_part(redistribute(tensor, {})) if is_dtensor(tensor) else tensor)[self._box(port)]
-        return part.clone(memory_format=torch.contiguous_format) if keep else part.contiguous()
+        return weights.laid_out(name, mine.port, lay_out, self.ranks.rank)
 
     def _tree(self, names: Any, values: Mapping[str, torch.Tensor], as_dtensors: bool) -> Any:
         if not isinstance(names, str):
             return tuple(self._tree(item, values, as_dtensors) for item in names)
-        return self._leave(self._ports[names], values[names], as_dtensors)
-
-    def _leave(self, port: ModulePort, local: torch.Tensor, as_dtensor_: bool) -> Any:
-        """A result from this rank's valid part (or tile) of it."""
-        if not as_dtensor_:
-            return port.restored(self._changed(port, local, Sharding.of(port.sharding.mesh, len(port.refined), {})))
-        nameable, named = self._names(port)
-        part = self._changed(port, local, nameable).reshape(self._merged(port, nameable))
-        part = part if port.order is None else port.restored(part)
-        return as_dtensor(part, self.ranks.device_mesh, named, port.shape)
-
-    def _names(self, port: ModulePort) -> tuple[Sharding, Sharding]:
-        """The layout over atoms, and over the caller's dims, in which DTensors can have a result."""
-        if lies_like_torch(port.named, port.shape):
-            return port.nameable, port.named
-        whole = Sharding.of(port.sharding.mesh, len(port.refined), {})
-        return whole, Sharding.of(self.ranks.mesh, len(port.shape), {})
-
-    def _changed(self, port: ModulePort, local: torch.Tensor, to: Sharding) -> torch.Tensor:
-        """The valid part in another layout. All ranks have to ask."""
-        tiling = Tiling(port.refined, port.torch_dtype(), port.sharding, self.ranks.rank)
-        if to == port.sharding:
-            return tiling.valid(tiling.tile(local))
-        new = Tiling(port.refined, port.torch_dtype(), to, self.ranks.rank)
-        return new.valid(self._run.change(tiling, to, tiling.tile(local)))
-
-    def _valid(self, port: ModulePort, sharding: Sharding) -> tuple[int, ...]:
-        return sharding.valid_extent(port.refined, self.ranks.rank)
-
-    def _merged(self, port: ModulePort, sharding: Sharding) -> tuple[int, ...]:
-        """The valid part's shape with the caller's dims."""
-        valid, start, shape = self._valid(port, sharding), 0, []
-        for atoms in port.dims:
-            shape.append(math.prod(valid[start : start + len(atoms)]))
-            start += len(atoms)
-        return tuple(shape)
-
-    def _box(self, port: ModulePort) -> tuple[slice, ...]:
-        """Where this rank's valid part lies in the refined tensor."""
-        offset = port.sharding.tile_offset(port.refined, self.ranks.rank)
-        extent = self._valid(port, port.sharding)
-        return tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))
+        return self._ports[names].leave(values[names], as_dtensors)
 
 
 def _names_in(result: Any) -> set[str]:

@@ -104,6 +104,11 @@ def _scored(side: int) -> int:
     return 8 * side**2
 
 
+def _over_rows(x: relax.Expr, y: relax.Expr) -> relax.Expr:
+    """As gradients of weights are: libraries may copy what they read in columns."""
+    return _ops.einsum((x, y), "ab,ac->bc")
+
+
 def _forward() -> Iterator[Probe]:
     yield Probe("elementwise", lambda x: _ops.nn.relu(x))
     yield Probe("view", lambda x: _ops.nn.relu(_emitted(_ops.permute_dims(x))), beside=("elementwise",))
@@ -125,6 +130,7 @@ def _forward() -> Iterator[Probe]:
     yield Probe(VJP, _gradient(_ops.abs), _two, times=2)  # by torch.autograd, as all that have no class
     yield Probe(gradient_class("nn.relu"), _gradient(_ops.nn.relu), _two, times=2)
     yield Probe("nn.attention", _attended, _heads, _multiply_adds, reduced=_scored)
+    yield Probe("einsum", _over_rows, _two, lambda side: 2 * side**3)
     yield Probe("nn.conv2d", lambda x, w: _ops.nn.conv2d(x, w, padding=1), _image, _convolved)
     yield Probe("nn.group_norm", lambda x, g, b: _ops.nn.group_norm(x, g, b, 4, 1, [2, 3]), _channels)
     yield Probe("nn.max_pool2d", lambda x: _ops.nn.max_pool2d(x, (3, 3), padding=1), lambda side: _channels(side)[:1])

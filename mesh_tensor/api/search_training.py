@@ -182,16 +182,21 @@ _VALUES: Mapping[str, Callable[[Any], bool]] = {
 def _in_full(
     plans: list[Estimate], pieces: ModelPieces, composer: Composer, batch: int, options: TrainingOptions, end: float
 ) -> list[Estimate]:
-    """The plans, of which the first ones are planned in full: until so many fit as are asked for, or as many don't and
-    the time is over."""
+    """The plans, in order, of which the first ones are planned in full: until so many fit as are asked for, or as many
+    don't and the time is over. What planning in full adds to one, others of its level of ZeRO are taken to have, too:
+    else all finalists might be of one that pieces leave most out of."""
     made: list[Estimate] = []
     left, wanted = list(plans), options.finalists
+    added, rank = dict[int, float](), _rank(options.objective)
     try:
         while left and sum(each.memory <= options.limit for each in made) < wanted:
             if len(made) >= wanted and time.monotonic() > end:
                 break
-            made.append(in_full(left[0], pieces, composer, batch))
-            left.pop(0)
+            best = min(left, key=lambda each: rank(replace(each, time=each.time * added.get(each.choice.zero, 1.0))))
+            made.append(in_full(best, pieces, composer, batch))
+            left.remove(best)
+            if best.time and not best.in_full:
+                added[best.choice.zero] = made[-1].time / best.time
     except KeyboardInterrupt:  # the rest as it was put together
         pass
     return made + left

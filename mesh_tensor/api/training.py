@@ -15,9 +15,9 @@ from mesh_tensor.annotations.named_values import NamedValues
 from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.errors import listing, refuse, shown
-from mesh_tensor.base.optimizer import MASTER, is_number
+from mesh_tensor.base.optimizer import is_number
 from mesh_tensor.importers import ImportedModule
-from mesh_tensor.importers.constants import Constants, Copy
+from mesh_tensor.importers.constants import Constants
 from mesh_tensor.plan.recompute import AUTO, FULL, SELECTIVE
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, AnyOptimizer, Kept, training_function
 from mesh_tensor.rules.operator.dropout import SEED_NAME
@@ -32,6 +32,7 @@ from .training_import import (
     microbatches_of_module,
 )
 from .training_optimizer import COUNTS, LossScale, Rule, any_optimizer
+from .training_state import first_state, masters, names_held, trained
 
 Schedule = Callable[[int], float]
 _LARGEST_LR = torch.finfo(torch.float32).max
@@ -219,18 +220,12 @@ def _checked_seed(seed: object) -> int:
 def _step(found: ImportedLoss, asked: _Asked, parts: Parts | None = None) -> TrainingStep:
     module = found.module
     check_names(module, asked.optimizer.slots, COUNTS)
-    written = [name for name, ours in module.names.items() if ours in found.buffers]
-    if parts is not None and found.buffers and not asked.per_microbatch:
-        refuse(
-            f"accumulate= of a model that writes {listing(written)}",
-            why="statistics of a microbatch are not those of the batch",
-            fix="pass what from_torch gives for one microbatch, with per_microbatch=[names of batch norms], if that is "
-            "meant; else leave accumulate out, or use norms that look at each row by itself",
-        )
+    if parts is not None and not asked.per_microbatch:
+        _check_writes_nothing(found)
     made = training_function(
         module.mod,
         "main",
-        _trained(module),
+        trained(module),
         asked.optimizer,
         asked.clip_norm,
         list(found.buffers),
@@ -239,36 +234,36 @@ def _step(found: ImportedLoss, asked: _Asked, parts: Parts | None = None) -> Tra
         recompute=_recomputed(module.mod, asked.recompute),
         reduce_dtype=asked.reduce_dtype,
     )
-    mod, kept = made.mod, made.kept
-    state = {mine.parameter: module.params[mine.parameter] for mine in kept} | found.buffers
-    for mine in kept:
-        state |= {name: _first(slot, state[mine.parameter]) for slot, name in mine.slots.items()}
-    params = [param.name_hint for param in mod["main"].params]
-    wide = {mine.parameter: mine.slots[MASTER] for mine in kept if MASTER in mine.slots}
-    theirs = {ours: name for name, ours in module.names.items()}
-    masters = {theirs.get(name, name): Copy.of(state[name], state[master]) for name, master in wide.items()}
+    params = [param.name_hint for param in made.mod["main"].params]
+    state = first_state(found, made.kept)
     fixed = {name: module.params[name] for name in params if name in module.params and name not in state}
-    every = {**module.names, **source_names(mod["main"])}
-    names = {theirs: ours for theirs, ours in every.items() if ours in state or ours in fixed}
-    names |= {ours: ours for ours in (*state, *fixed) if ours not in names.values()}
     ours_alone = {*state, *fixed, NUMBERS_NAME, LOSS_SCALE_NAME, SEED_NAME}
-    taken = tuple(name for name in params if name not in ours_alone)
-    state = {name: state[name] for name in params if name in state}
     return TrainingStep(
-        mod,
-        taken,
-        state,
+        made.mod,
+        tuple(name for name in params if name not in ours_alone),
+        {name: state[name] for name in params if name in state},
         fixed,
-        names,
+        names_held(module, made.mod, {**state, **fixed}),
         asked.optimizer,
-        tuple(kept),
+        tuple(made.kept),
         asked.zero,
         asked.schedule,
         asked.loss_scale,
         made.copies,
         asked.seed if SEED_NAME in params else None,
-        Constants({**module.constants.copied, **masters}),
+        Constants({**module.constants.copied, **masters(module, made.kept, state)}),
     )
+
+
+def _check_writes_nothing(found: ImportedLoss) -> None:
+    written = [name for name, ours in found.module.names.items() if ours in found.buffers]
+    if found.buffers:
+        refuse(
+            f"accumulate= of a model that writes {listing(written)}",
+            why="statistics of a microbatch are not those of the batch",
+            fix="pass what from_torch gives for one microbatch, with per_microbatch=[names of batch norms], if that is "
+            "meant; else leave accumulate out, or use norms that look at each row by itself",
+        )
 
 
 def _recomputed(mod: ir.IRModule, recompute: str | int | Sequence[str] | None) -> str | int | list[str]:
@@ -294,18 +289,3 @@ def _recomputed(mod: ir.IRModule, recompute: str | int | Sequence[str] | None) -
     # A submodule's value may be that of one inside it, too: "0" and "0.4" of nn.Sequential.
     outermost = {ours for name, ours in named.items() if not any(name.startswith(f"{outer}.") for outer in named)}
     return [value for value in found if value in outermost or value not in named.values() or value in wanted]
-
-
-def _trained(module: ImportedModule) -> list[str]:
-    """The parameters that are trained, by name: those that require a gradient."""
-    kept = {*module.state, *module.buffers, *module.frozen}
-    names = [n for n, tensor in module.params.items() if tensor.is_floating_point() and n not in kept]
-    if not names:
-        refuse("the model has no parameter to train", fix="some parameter has to require a gradient")
-    return names
-
-
-def _first(slot: str, parameter: torch.Tensor) -> torch.Tensor:
-    """A slot before the first step."""
-    wide = parameter.detach().to(torch.float32 if parameter.element_size() < 4 else parameter.dtype)
-    return wide.clone() if slot == MASTER else torch.zeros_like(wide)

@@ -140,8 +140,11 @@ class TrainingPlans:
             cost = costs(self.machine, each.time, each.choice.devices)
             layers = " ".join(map(str, each.layers))
             rows.append((each.choice, layers, in_seconds(each.time), in_bytes(each.memory), *cost))
-        head = f"{self.considered} ways to train on {self.machine.name}, batch {self.batch}: "
-        return "\n".join([f"{head}{self.too_large} don't fit", *columns(rows)])
+        head = f"{self.considered} ways to train on {self.machine.name}, batch {self.batch}: {self.too_large} don't fit"
+        full = sum(each.in_full for each in self.plans[:10])
+        if full < len(rows) - 1:
+            head += f"; planned in full: the first {full}, and put together of pieces: the others"
+        return "\n".join([head, *columns(rows)])
 
 
 def _on_parts(rule: Rule) -> Rule:

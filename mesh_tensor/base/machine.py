@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .dtypes import is_float, numpy_dtype
 from .errors import listing, refuse, shown
@@ -152,7 +152,8 @@ class Machine:
     tuning: Tuning = field(default_factory=Tuning)
     sources: Mapping[str, str] = field(default_factory=dict)
 
-    _measure: ClassVar[Callable[[float], Machine]]  # it runs operators, which this module knows nothing of
+    _measure: ClassVar[Callable[[float], Machine]]  # they run operators, which this module knows nothing of
+    _with_kernel: ClassVar[Callable[[Machine, Any], Machine]]
 
     def __post_init__(self) -> None:
         parts = {"memory": Memory, "links": Link, "classes": Roofline, "tuning": Tuning}
@@ -164,7 +165,7 @@ class Machine:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         problems = list(problems_of(self))
         if problems:
-            refuse(problems, where=f"machine {self.name!r}", fix="rates and sizes are numbers above 0, times from 0 up")
+            refuse(problems, where=f"machine {self.name!r}", fix=_NUMBERS)
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory, self.links))
@@ -209,6 +210,11 @@ class Machine:
                 fix=f"use a mesh of at most {largest} devices, or a machine with a link of devices >= {devices}",
             )
         return found
+
+    def joining(self, first: int, last: int) -> Link:
+        """The innermost link that connects the devices of these numbers."""
+        blocks = (link for link in self.links if link.devices is None or first // link.devices == last // link.devices)
+        return next(blocks, None) or self.link(last + 1)  # which says how far links reach
 
     def seen_from(self, first: int, devices: int) -> Machine:
         """The machine as a mesh of so many neighbours has it that starts at device number `first`: where it starts
@@ -260,12 +266,16 @@ class Machine:
     @property
     def flops_per_byte(self) -> float:
         """The float32 operations of a device while it receives a byte over the outermost link."""
-        return self.peak("float32") / self.links[-1].rate
+        return self.peak("float32") / self._outermost.rate
 
     @property
     def bytes_per_start(self) -> float:
         """The bytes that a device receives over the outermost link while a collective starts."""
-        return self.links[-1].start * self.links[-1].rate
+        return self._outermost.start * self._outermost.rate
+
+    @property
+    def _outermost(self) -> Link:
+        return self.links[-1] if self.links else self.link(2)  # which says that there is none
 
     def with_devices(self, devices: int) -> Machine:
         """The same with so many devices."""
@@ -287,6 +297,16 @@ class Machine:
         fix = "say how long it may take: a number above 0"
         check_number("seconds", seconds, where="Machine.measure", fix=fix, above_zero=True)
         return cls._measure(seconds)
+
+    def with_kernel(self, kernel: Any) -> Machine:
+        """The machine with a class for a kernel: the share of its rates that the kernel reaches here, at the sizes that
+        it has, on one device of target "c". Simulations go by that for kernels of its name, at all sizes; one that has
+        a class is not measured again.
+
+        Raises:
+            MeshTensorError: it is no kernel of known sizes, or doesn't run.
+        """
+        return Machine._with_kernel(self, kernel)
 
     @staticmethod
     def preset(name: str) -> Machine:
@@ -326,3 +346,4 @@ class Machine:
 
 
 _PLAIN = Roofline()
+_NUMBERS = "rates and sizes are numbers above 0, times from 0 up; none is below 1e-30 or above 1e30 but for 0"

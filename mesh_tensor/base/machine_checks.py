@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 
+_LEAST, _MOST = 1e-30, 1e30  # what numbers of a machine are between, or times overflow that are made of them
+
+
 def unfit_parts(machine: Machine, parts: Mapping[str, type]) -> Iterable[str]:
     """What is no mapping, no sequence, or has other items than it should; `parts`: what the items of fields are."""
     for name in ("flops", "classes", "sources"):
@@ -87,13 +90,13 @@ def _whole(counts: Mapping[str, object]) -> Iterable[str]:
 
 def _above_zero(numbers: Mapping[str, object]) -> Iterable[str]:
     for name, number in numbers.items():
-        if not _is_number(number) or number <= 0:  # type: ignore[operator]
+        if not _is_number(number) or not _LEAST <= number <= _MOST:  # type: ignore[operator]
             yield f"{name} is {shown(number)}"
 
 
 def _from_zero(numbers: Mapping[str, object]) -> Iterable[str]:
     for name, number in numbers.items():
-        if not _is_number(number) or number < 0:  # type: ignore[operator]
+        if not _is_number(number) or not 0 <= number <= _MOST:  # type: ignore[operator]
             yield f"{name} is {shown(number)}"
 
 

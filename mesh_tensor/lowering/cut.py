@@ -21,7 +21,7 @@ from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import written
 from mesh_tensor.tir.memory import row_strides
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.rewrite import block_like, region_call, replace_block, sequence, tile_op
+from mesh_tensor.tir.rewrite import block_like, number, region_call, replace_block, sequence, tile_op
 from mesh_tensor.tir.user_reports import is_print, message_only, printed_buffers
 
 from .scalars import computed_again, is_computed_again
@@ -140,11 +140,17 @@ def check_padding(live_range: LiveRange, analysis: Analysis) -> None:
 
 
 def reload(live_range: LiveRange, analysis: Analysis, at: int) -> tirx.Stmt | None:
-    """The copy that filled the buffer, if repeating it after the cut gives the same: then no workspace is needed."""
+    """The copy, or the constant, that filled the buffer, if repeating that after the cut gives the same: then no
+    workspace is needed."""
     before = [s for s, _ in live_range.writes if s.top < at]
-    if len(before) != 1 or not isinstance(before[0].tile_op, tile_ops.Copy) or before[0].conditions:
+    if len(before) != 1 or before[0].conditions:
         return None
     if any(loop.kind not in ("grid", "tile") for loop in before[0].loops):
+        return None
+    record = before[0].tile_op
+    if isinstance(record, tile_ops.Fill) and number(record.value) is not None:
+        return before[0].node
+    if not isinstance(record, tile_ops.Copy):
         return None
     if not analysis.kernel.is_param(before[0].reads[0].buffer):
         return None

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice
-from typing import TypeVar
 
 from tvm import tirx
 
@@ -22,13 +21,12 @@ from mesh_tensor.rules.kernel.granularity import Refined, refined
 from mesh_tensor.rules.kernel.normalize import ANALYSES
 from mesh_tensor.rules.kernel.packed_rows import row_by_row
 from mesh_tensor.rules.kernel.reader import read_kernel
+from mesh_tensor.rules.kernel.rounds import in_rounds
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse, may_read_windows
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims
 
 from .splits import Split
 from .stages import Annotated, Ruled
-
-Read = TypeVar("Read")
 
 
 def rule(kernel: Annotated) -> Ruled:
@@ -151,6 +149,9 @@ def _ways(func: tirx.PrimFunc, whole: tuple[Dim, ...], computed: tuple[Dim, ...]
         if apart is not None:
             yield Refined(apart, {})
             yield from refined(apart, whole)
+        rounds = in_rounds(read_kernel(func))
+        if rounds is not None:
+            yield Refined(rounds, {})
 
     return _Ways(made)
 

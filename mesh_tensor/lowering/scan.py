@@ -80,7 +80,7 @@ class _Resumer:
         starts = {part: self._workspaces(part, "start") for part in self.again}
         after = [part for part in self.scan.carried if is_live(part.held, self.scan.top + 1)]
         ends = {part: make_workspace(part.held, self.analysis, f"end_{self.suffix}") for part in after}
-        first = self._first([w.one for w in (*named.values(), *scales.values())], named, scales)
+        first = self._first([w.one for w in (*named.values(), *scales.values())])
         second = self._second(named, scales, starts, ends)
         rest = self._rest({part: w.one for part, w in starts.items()}, ends)
         totals = tuple(w.all for w in (*named.values(), *scales.values()))
@@ -113,9 +113,7 @@ class _Resumer:
 
     # -- the three kernels ---------------------------------------------------------------------------------------------
 
-    def _first(
-        self, left: Sequence[Workspace], named: Mapping[Carried, _Pair], scales: Mapping[Carried, _Pair]
-    ) -> tirx.PrimFunc:
+    def _first(self, left: Sequence[Workspace]) -> tirx.PrimFunc:
         """The state's part of the loop, from its neutral element."""
         kept = self._needed({part.held for part in self.scan.carried}, self.scan.top + 1)
         loop = self._sliced(self.stmts[self.scan.top], kept)

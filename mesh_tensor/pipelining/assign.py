@@ -68,17 +68,20 @@ def _stated(flow: Flow, stages: Sequence[NamedStage]) -> dict[str, int]:
     names = NamedValues(flow.mod, flow.function)
     found: dict[str, int] = {}
     problems: list[str] = []
+    named, needed = _named(flow, stages), set[str]()  # what stages before this one need
     for number, stage in enumerate(stages):
         meant, wrong = names.meant_by(stage.names)
         problems += [f"stage {number}: {problem}" for problem in wrong]
+        exact = [value for name, (function, value), _ in meant if not is_pattern(name) and function == flow.function]
         for name, (function, value), _ in meant:
-            if is_pattern(name) and value not in flow.bindings:
+            if is_pattern(name) and (value not in flow.bindings or value in named or value in needed):
                 continue
             if function != flow.function or value not in flow.bindings:
                 what = "a parameter" if value in flow.params else f"inside of function {function!r}"
                 problems.append(f"stage {number}: {name!r} is {what}, not a value that {flow.function!r} computes")
             elif found.setdefault(value, number) != number:
                 problems.append(f"{name!r} is in stages {found[value]} and {number}")
+        needed |= flow.above(exact)
     problems += [f"stage {n} has no value" for n, stage in enumerate(stages) if not stage.names]
     if problems:
         refuse(
@@ -87,6 +90,13 @@ def _stated(flow: Flow, stages: Sequence[NamedStage]) -> dict[str, int]:
             fix="name values that it computes: those of submodules (blocks.0), or of bindings as TVMScript prints them",
         )
     return found
+
+
+def _named(flow: Flow, stages: Sequence[NamedStage]) -> set[str]:
+    """The values of submodules that are named, with all inside of these: patterns of other stages don't mean them."""
+    named = [name for stage in stages for name in stage.names if not is_pattern(name)]
+    inside = tuple(f"{name}." for name in named)
+    return {own for name, own in flow.sources.items() if name in named or name.startswith(inside)} | {*named}
 
 
 def _closed(flow: Flow, stated: Mapping[str, int], count: int, inputs: set[str]) -> dict[str, int]:
@@ -211,6 +221,12 @@ def annotated_stages(flow: Flow, topology: Topology) -> tuple[Stages, list[str]]
             stated[name] = latest[name] = _stage_on(wanted, max(before, default=0), order)
         elif before:
             latest[name] = max(before)
+    if not order:
+        refuse(
+            "no stages are stated",
+            why=f"what {flow.function!r} calls is annotated inside, which doesn't say on which mesh it is called",
+            fix=f"annotate what {flow.function!r} passes to it (R.dist.annotate_sharding), or pass `stages`",
+        )
     return spread(flow, stated, len(order)), order
 
 

@@ -27,7 +27,7 @@ _MOST = 400  # places where cuts are tried: those over which the least goes
 
 def balanced_stages(flow: Flow, count: int, inputs: Sequence[str], machine: Machine) -> list[NamedStage]:
     """The function in `count` stages. A stage takes as long as its operators on one device of the machine, and as what
-    it takes from earlier ones needs over its outermost link.
+    goes over its two ends (as much comes back, where gradients do) needs over its outermost link.
 
     Raises:
         MeshTensorError: there are fewer places to cut, or sizes are open.
@@ -48,21 +48,21 @@ def balanced_stages(flow: Flow, count: int, inputs: Sequence[str], machine: Mach
     return [NamedStage(tuple(names[a:b])) for a, b in zip(starts, [*ends, len(names)], strict=True)]
 
 
-def _cut(seconds: Sequence[float], arriving: Mapping[int, float], count: int) -> list[int]:
-    """Where the stages after the first start, so that the dearest takes least; of equals, that with less arriving."""
+def _cut(seconds: Sequence[float], crossing: Mapping[int, float], count: int) -> list[int]:
+    """Where the stages after the first start, so that the dearest takes least; of equals, that with less crossing."""
     total = [0.0]
     for each in seconds:
         total.append(total[-1] + each)
-    places = [0, *arriving, len(seconds)]
-    # best[place]: (the dearest stage up to there, what arrives in all, where stages start)
+    places = [0, *crossing, len(seconds)]
+    # best[place]: (the dearest stage up to there, what crosses in all, where stages start)
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for stage in range(count):
         ending = places[1:-1] if stage < count - 1 else places[-1:]
         best = {
             end: min(
                 (
-                    max(dear, total[end] - total[start] + arriving.get(start, 0.0)),
-                    sent + arriving.get(start, 0.0),
+                    max(dear, total[end] - total[start] + crossing.get(start, 0.0) + crossing.get(end, 0.0)),
+                    sent + crossing.get(start, 0.0),
                     [*at, start],
                 )
                 for start, (dear, sent, at) in best.items()

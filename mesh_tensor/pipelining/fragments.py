@@ -154,6 +154,18 @@ class _Fragments:
         return FragmentFunction(kind, module, tuple(self._saved(name) for name in takes), tuple(gives), own)
 
 
+def without_gradient(joint: JointStage) -> frozenset[str]:
+    """Those of `wrt` on which nothing that the stage gives depends so that it has a gradient."""
+    flow = Flow(joint.module, FUNCTION)
+    made = zip(joint.wrt, flow.results[len(joint.stage.gives) :], strict=True)
+    values = {name: flow.bindings[own].value for name, own in made if own in flow.bindings}
+    return frozenset(name for name, value in values.items() if _is_zero(value))
+
+
+def _is_zero(value: relax.Expr) -> bool:
+    return isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.zeros"
+
+
 def trained_values(flow: Flow, weights: Sequence[str]) -> set[str]:
     """The values of floats that depend on weights: those whose gradients go from stage to stage."""
     return {name for name in flow.below(weights) if flow.is_float(name)}

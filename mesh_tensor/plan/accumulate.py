@@ -6,8 +6,8 @@ is summed once, after the last microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tvm import ir, relax
 
@@ -97,43 +97,79 @@ def accumulated(
     _complete(totals, copies, environments, writer, early)
     share = _share(kind, batches.count)
     chosen = recompute(graph).difference(value for node in early for value in node.outputs)
-    places = [(number, n) for number, node in enumerate(graph.nodes) for n, v in enumerate(node.outputs) if v in chosen]
-    again: dict[str, str] = {}
-    start: relax.Expr | None = None
-    losses: list[relax.Expr] = []
-    gradients: dict[str, relax.Expr] = {}
-    known: dict[Value, relax.Expr] = {}
-    left: dict[Value, relax.Expr] = {}  # by the parameter: what the microbatch before made of it
+    turns = _Turns(mod, function, graph, writer, params, wrt, written, early, chosen)
     for copy, env in zip(copies, environments, strict=True):
-        env |= left
-        for node, first in zip(copy.nodes, graph.nodes, strict=True):
-            if first not in early:
-                writer.again(node, env)
-        loss = loss_of(leaves(copy.result), 0, function)
-        if start is None:
-            start = _times(writer, seed(writer, loss), share)
-        joint = Joint(copy, writer, params, env, writer.tree(copy.result, env))
-        taken = Again(joint, {copy.nodes[number].outputs[n] for number, n in places})
-        reverse(joint, {loss: start}, wrt, taken)
-        again |= taken.copies
-        losses.append(env[loss])
-        states = [next(value for value in graph.params if value.name == name) for name in written]
-        left = {value: env[new] for value, new in zip(states, leaves(copy.result)[1:], strict=True)}
-        for value, made in zip(wrt, gradients_made(joint, wrt, mod, function), strict=True):
-            gradients[value.name] = _added(writer, gradients.get(value.name), made, value)
-        known |= {value: made for value, made in joint.gradients.items() if value not in wrt}
-    total = losses[0]
-    for made in losses[1:]:
+        turns.take(copy, env, lambda loss: _times(writer, seed(writer, loss), share))
+    total = turns.losses[0]
+    for made in turns.losses[1:]:
         total = writer.emit(op.add(total, made), "loss")
     own = graph.params[: len(params)]
-    last = dict(zip(leaves(graph.result)[1:], left.values(), strict=True))
-    whole = Joint(replace(graph, params=own), writer, params, environments[0] | last, total, known)
+    last = dict(zip(leaves(graph.result)[1:], turns.left.values(), strict=True))
+    whole = Joint(replace(graph, params=own), writer, params, environments[0] | last, total, turns.known)
+    return Accumulated(whole, _times(writer, total, share), turns.gradients, _same(copies, turns.again))
+
+
+@dataclass(eq=False)
+class _Turns:
+    """Forward and backward part of each microbatch, one after the other, and what they have made so far.
+
+    wrt, written, early, chosen   parameters to train; parameters with new values, by name; nodes that all microbatches
+                                  have done; values that are computed again
+    losses      of each microbatch
+    gradients   by parameter: the sums
+    known       by value: the gradient that the latest microbatch has of it
+    left        by parameter: what the latest microbatch made of it
+    again       the name of a value -> that of the same, computed again
+    """
+
+    mod: ir.IRModule
+    function: str
+    graph: Graph
+    writer: Writer
+    params: list[relax.Var]
+    wrt: list[Value]
+    written: Sequence[str]
+    early: set[Node]
+    chosen: set[Value]
+    start: relax.Expr | None = None
+    losses: list[relax.Expr] = field(default_factory=list)
+    gradients: dict[str, relax.Expr] = field(default_factory=dict)
+    known: dict[Value, relax.Expr] = field(default_factory=dict)
+    left: dict[Value, relax.Expr] = field(default_factory=dict)
+    again: dict[str, str] = field(default_factory=dict)
+
+    def take(self, copy: Graph, env: dict[Value, relax.Expr], start: Callable[[Value], relax.Expr]) -> None:
+        """The next microbatch, of the graph `copy`. `start`: the gradient of a loss, which is made for the first."""
+        env |= self.left
+        for node, first in zip(copy.nodes, self.graph.nodes, strict=True):
+            if first not in self.early:
+                self.writer.again(node, env)
+        loss = loss_of(leaves(copy.result), 0, self.function)
+        if self.start is None:
+            self.start = start(loss)
+        joint = Joint(copy, self.writer, self.params, env, self.writer.tree(copy.result, env))
+        taken = Again(joint, set(self._again_in(copy)))
+        reverse(joint, {loss: self.start}, self.wrt, taken)
+        self.again |= taken.copies
+        self.losses.append(env[loss])
+        states = [next(value for value in self.graph.params if value.name == name) for name in self.written]
+        self.left = {value: env[new] for value, new in zip(states, leaves(copy.result)[1:], strict=True)}
+        for value, made in zip(self.wrt, gradients_made(joint, self.wrt, self.mod, self.function), strict=True):
+            self.gradients[value.name] = _added(self.writer, self.gradients.get(value.name), made, value)
+        self.known |= {value: made for value, made in joint.gradients.items() if value not in self.wrt}
+
+    def _again_in(self, copy: Graph) -> Iterator[Value]:
+        for node, first in zip(copy.nodes, self.graph.nodes, strict=True):
+            yield from (value for value, own in zip(node.outputs, first.outputs, strict=True) if own in self.chosen)
+
+
+def _same(copies: list[Graph], again: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """The name of a value of the function -> those of the same in later microbatches, and computed again."""
     names = [[value.name for node in copy.nodes for value in node.outputs] for copy in copies]
-    same = {
+    return {
         first: (*others, *(again[name] for name in (first, *others) if name in again))
         for first, *others in zip(*names, strict=True)
     }
-    return Accumulated(whole, _times(writer, total, share), gradients, same)
 
 
 def _copy(graph: Graph, writer: Writer) -> Graph:

@@ -115,7 +115,7 @@ class _Writer:
                 needed = self._before_windows(value, needed)  # its own lowering makes windows
             wanted = needed if pending is None else with_partial(needed, pending)
             form = self.obtain(value, wanted, node.scopes, f"{node.where} ({name_of(node.call)}) needs it so")
-            inputs.append(self._filled(form, node, decision, position))
+            inputs.append(self._filled(form, node, position))
         outputs = []
         for value, produced in zip(node.outputs, decision.produced, strict=True):
             if carried:
@@ -246,7 +246,7 @@ class _Writer:
             form = after
         return form
 
-    def _filled(self, form: Form, node: Node, decision: Decision, position: int) -> Form:
+    def _filled(self, form: Form, node: Node, position: int) -> Form:
         """The operand with its padding made neutral, where the node reduces over it."""
         rule = self._atoms.rules[node]
         if not rule.reduced or rule.rule.masks:

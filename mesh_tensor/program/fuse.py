@@ -65,10 +65,7 @@ class _Fuser:
         if inner is None or step.whole or step.results[0] in self._lasting:
             return False
         source, result = inner.step.args[0], step.results[0]
-        before, after = _order(inner.step.call), _order(step.call)
-        if inner.step.call.outputs != step.call.inputs or [before[dim] for dim in after] != sorted(before):
-            return False
-        if not self._stays(source, inner.at, len(self._all)):
+        if not undoes(step.call, inner.step.call) or not self._stays(source, inner.at, len(self._all)):
             return False
         self._uses[source] += self._uses[result]
         self._uses[result], self._same[result] = 0, source
@@ -76,17 +73,18 @@ class _Fuser:
 
     def _transposed(self, step: OpStep, number: int) -> OpStep:
         """A product with a matrix that is transposed before, as one with that matrix."""
-        if not _is_plain(step, "matmul") or not _is_linear(step.call):
-            return step
-        matrix = self._maker(step.args[1], "permute_dims")
-        if matrix is None or matrix.step.call.outputs != step.call.inputs[1:] or _order(matrix.step.call) != [1, 0]:
+        matrix = self._maker(step.args[1], "permute_dims") if _is_plain(step, "matmul") else None
+        if matrix is None or not turns_matrix(step.call, matrix.step.call):
             return step
         source = matrix.step.args[0]
         if not self._stays(source, matrix.at, number):
             return step
         self._uses[step.args[1]] -= 1
         self._uses[source] += 1
-        return replace(step, call=self._call(LINEAR, step.call, matrix.step.call), args=(step.args[0], source))
+        key = step.call, matrix.step.call, -1
+        if key not in self._known:
+            self._known[key] = linear_call(step.call, matrix.step.call)
+        return replace(step, call=self._known[key], args=(step.args[0], source))
 
     def _with_bias(self, step: OpStep, number: int, made: list[Step | None]) -> OpStep:
         """A sum of a product and a bias, as one; the product is not made before."""
@@ -96,7 +94,7 @@ class _Fuser:
             product = self._maker(step.args[position], "matmul") or self._maker(step.args[position], LINEAR)
             if product is not None and self._may_add(product, step, position, number):
                 name = LINEAR if product.step.call.name == LINEAR else MATMUL_ADD
-                call = self._call(name, product.step.call, step.call, position)
+                call = self._with(name, product.step.call, step.call, position)
                 made[product.at] = None
                 self._uses[step.args[position]] = 0
                 args = (*product.step.args, step.args[1 - position])
@@ -191,13 +189,11 @@ class _Fuser:
         """Whether nothing but operators writes a value's memory between two steps."""
         return not any(since < at < until for at in self._writes.get(self._values[name].storage, ()))
 
-    def _call(self, name: str, product: OpCall, other: OpCall, position: int = -1) -> OpCall:
-        """A call of a fused operator: of a product and the transpose of its matrix, or its bias, which is the operand
-        of a sum that is not at `position`."""
-        key = product, other, position
+    def _with(self, name: str, product: OpCall, add: OpCall, position: int) -> OpCall:
+        """The call of a product and the bias that is added to it, the operand of `add` that is not at `position`."""
+        key = product, add, position
         if key not in self._known:
-            last = other.inputs if position < 0 else (other.inputs[1 - position],)
-            operands = (product.inputs[0], *last) if position < 0 else (*product.inputs, *last)
+            operands = (*product.inputs, add.inputs[1 - position])
             self._known[key] = OpCall(name, product.expr, operands, product.outputs)
         return self._known[key]
 
@@ -212,6 +208,22 @@ class _Fuser:
                 continue
             made.append(step)
         return made[::-1]
+
+
+def undoes(call: OpCall, inner: OpCall) -> bool:
+    """Whether a transpose of what another one gives gives what that took."""
+    before, after = _order(inner), _order(call)
+    return inner.outputs == call.inputs and [before[dim] for dim in after] == sorted(before)
+
+
+def turns_matrix(product: OpCall, transpose: OpCall) -> bool:
+    """Whether a product is one with the matrix that a transpose turns, which torch has as one function."""
+    return _is_linear(product) and transpose.outputs == product.inputs[1:] and _order(transpose) == [1, 0]
+
+
+def linear_call(product: OpCall, transpose: OpCall) -> OpCall:
+    """The product as one with the matrix as it was before the transpose."""
+    return OpCall(LINEAR, product.expr, (product.inputs[0], *transpose.inputs), product.outputs)
 
 
 def _is_plain(step: OpStep, operator: str) -> bool:

@@ -25,6 +25,7 @@ from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.rules.kernel.factors import Blocked
 
 from .builder import with_lifetimes
+from .later_products import products_later
 from .overlap_sites import COUNTS, Sent, Site, Sites, Work, choose, slab_steps
 from .program import Program, ProgramValue
 from .steps import CollectiveStep, Step, WaitStep
@@ -210,9 +211,10 @@ _AHEAD = CPU.tuning.products_ahead
 
 
 def early_starts(steps: Sequence[Step], values: Mapping[str, ProgramValue]) -> Sequence[Step]:
-    """The steps with collectives started early where something can run beside them: `steps` itself if there is none.
-    The order in which collectives start is the same on every device."""
+    """The steps with collectives started early where something can run beside them, and products after them that could
+    come before: `steps` itself if there is none. The order in which collectives start is the same on every device."""
     stored = {name: value.storage for name, value in values.items()}
+    given, steps = steps, products_later(steps, stored)
     uses = [{stored[name] for name in step.uses} for step in steps]
     writes = [{stored[name] for name in step.writes} for step in steps]
     written: dict[str, int] = {}  # per storage: from where on what was written to it is there
@@ -235,7 +237,7 @@ def early_starts(steps: Sequence[Step], values: Mapping[str, ProgramValue]) -> S
         written |= dict.fromkeys(writes[index], end)
         used |= dict.fromkeys(uses[index], end)
     if not moved:
-        return steps
+        return given
     result: list[Step] = []
     for index in range(len(steps) + 1):
         result += _here(before.get(index, []), waits.get(index, []), stored)

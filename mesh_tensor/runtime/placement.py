@@ -83,7 +83,12 @@ class Layout:
 
     def allocate(self, device: torch.device, poison: bool = False) -> Tiles:
         """A tile of its own for every device, uninitialised (poisoned, if so)."""
-        return [self._new(device, poison) for _ in self._tiles]
+        return [self.new(device, poison) for _ in self._tiles]
+
+    def new(self, device: torch.device, poison: bool) -> torch.Tensor:
+        """A tile, uninitialised (poisoned, if so)."""
+        new = empty_tile(self.tile_shape, self.dtype, device)
+        return fill(new, poison_value(dtype_name(self.dtype))) if poison else new
 
     def spread(self, tensor: torch.Tensor, *, borrow: bool = False, share: bool = False, poison: bool = False) -> Tiles:
         """The devices' tiles of `tensor`, padded with zeros (or poison). With `borrow`, a tile may be a view into
@@ -113,7 +118,7 @@ class Layout:
             view = self._view(tensor, tile) if borrow and tile.owner == rank else None
             if view is not None and poison:
                 fill(view, poison_value(dtype_name(self.dtype)))
-            tiles.append(self._new(tensor.device, poison) if view is None else view)
+            tiles.append(self.new(tensor.device, poison) if view is None else view)
         return tiles
 
     def collect(self, tiles: Tiles, out: torch.Tensor) -> None:
@@ -155,7 +160,7 @@ class Layout:
         their own: torch's products of matrices and sums may differ in the last bit by that."""
         if self._tiles[rank].full:
             return tile
-        new, valid = self._new(tile.device, poison=True), self._tiles[rank].valid
+        new, valid = self.new(tile.device, poison=True), self._tiles[rank].valid
         if not tile.is_contiguous() and _is_apart(tile):
             new = torch.empty_strided(tile.shape, tile.stride(), dtype=tile.dtype, device=tile.device).copy_(new)
         copy(new[valid], tile[valid])
@@ -190,10 +195,6 @@ class Layout:
         if all(self.shape) and (tile.box or not self.shape):
             copy(new[tile.valid], tensor[tile.box])
         return new
-
-    def _new(self, device: torch.device, poison: bool) -> torch.Tensor:
-        new = empty_tile(self.tile_shape, self.dtype, device)
-        return fill(new, poison_value(dtype_name(self.dtype))) if poison else new
 
 
 @lru_cache(maxsize=256)

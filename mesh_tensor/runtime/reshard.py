@@ -81,6 +81,11 @@ class Reshard:
                 else:
                     copy(dst[rank], out)
 
+    def side_by_side(self, src: Tiles, rank: int, like: torch.Tensor) -> torch.Tensor | None:
+        """The tile that a device gets, as a view of `src`, if all of it lies there as it lies in `like`."""
+        delivery = next((delivery for delivery in self.deliveries if rank in delivery.ranks), None)
+        return None if delivery is None else _lies_in(src, delivery, like)
+
 
 @lru_cache(maxsize=256)
 def _tiles(layout: Sharding, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:

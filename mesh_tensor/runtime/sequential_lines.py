@@ -1,7 +1,8 @@
 """What run_sequential found a function to compute for operands of some shapes, as one Python function.
 
 A call is interpreted once, and what it asked of torch is written down. As all sizes are known, the next one asks the
-same, unless something looks at data to decide what comes next (R.If, R.assert_op).
+same, unless something looks at data to decide what comes next (R.If, R.assert_op). Transposes that products take along,
+or others undo, are left out: they only move elements.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from mesh_tensor.program.fuse import linear_call, turns_matrix, undoes
+from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.targets.straight_line import Line, StraightLine, TileCall
 from mesh_tensor.targets.tile_memory import memory_of
+from mesh_tensor.targets.torch_ops import untyped_function
 
 
 class Recorder:
@@ -25,6 +29,8 @@ class Recorder:
         self._names: dict[int, str] = {}
         self._constants: dict[str, torch.Tensor] = {}
         self._lines: list[Line] = []
+        self._transposes: dict[str, tuple[OpCall, str]] = {}  # and of what, by what they give
+        self._same: dict[str, str] = {}  # of what transposes give that undo others: what those took
         self._count, self._is_fixed = 0, True
         self._inputs = tuple([self._named(tensor) for tensor in inputs])
 
@@ -34,17 +40,31 @@ class Recorder:
         return tensor
 
     def called(
-        self, function: Callable[..., Any], operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+        self,
+        call: OpCall,
+        function: Callable[..., Any],
+        operands: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
     ) -> None:
-        """The function has given these results, in a sequence, for these operands."""
+        """The function of a call has given these results, in a sequence, for these operands."""
         if not self._is_fixed:
             return
-        args = tuple([self._names[id(tensor)] for tensor in operands])
+        args = tuple([self._name(tensor) for tensor in operands])
         made = tuple([self._named(tensor) for tensor in results])
-        takes, gives = (tuple([tuple(tensor.shape) for tensor in tensors]) for tensors in (operands, results))
-        dtypes = tuple([tensor.dtype for tensor in results])
-        call = TileCall(function, takes, takes, gives, gives, dtypes, (False,) * len(made))
-        self._lines.append(Line(call, args, made))
+        takes = tuple([tuple(tensor.shape) for tensor in operands])
+        if call.name == "permute_dims":
+            inner = self._transposes.get(args[0])
+            if inner is not None and undoes(call, inner[0]):
+                self._same[made[0]] = inner[1]
+                return
+            self._transposes[made[0]] = call, args[0]
+        elif call.name == "matmul" and (inner := self._transposes.get(args[1])) and turns_matrix(call, inner[0]):
+            call = linear_call(call, inner[0])
+            function, args, takes = untyped_function(call), (args[0], inner[1]), (takes[0], call.inputs[1].shape)
+        gives, dtypes = tuple([tuple(r.shape) for r in results]), tuple([r.dtype for r in results])
+        self._lines.append(
+            Line(TileCall(function, takes, takes, gives, gives, dtypes, (False,) * len(made)), args, made)
+        )
 
     def depends_on_data(self) -> None:
         """What is called next depends on what tensors hold, or is for one device after the other."""
@@ -54,16 +74,22 @@ class Recorder:
         """All that was called on a device, on the way to this result, if the next call asks the same."""
         if not self._is_fixed:
             return None
-        tree = tree_map_only(torch.Tensor, lambda tensor: _Name(self._names[id(tensor)]), result)
+        tree = tree_map_only(torch.Tensor, lambda tensor: _Name(self._name(tensor)), result)
         used = {leaf.name for leaf in tree_leaves(tree) if isinstance(leaf, _Name)}
         lines: list[Line] = []
         for line in reversed(self._lines):
+            if line.results[0] in self._transposes and line.results[0] not in used:
+                continue
             ends = tuple([name for name in dict.fromkeys((*line.args, *line.results)) if name not in used])
             used.update(ends)
             lines.append(Line(line.call, line.args, line.results, ends))
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         made_once = frozenset(map(memory_of, (*self._constants.values(), *tensors)))
         return Recorded(StraightLine(lines[::-1]), self._inputs, self._constants, tree, made_once, device)
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        name = self._names[id(tensor)]
+        return self._same.get(name, name)
 
     def _named(self, tensor: torch.Tensor) -> str:
         self._count += 1

@@ -195,7 +195,7 @@ class _Frame:
         found = [TensorType(tuple(r.shape), dtype_name(r.dtype)) for r in results]
         if found != list(call.outputs):
             self._refuse(name, f"R.{op} gave {found}, but its type says {list(call.outputs)}")
-        self._runner.recorder.called(function, tensors, results)
+        self._runner.recorder.called(call, function, tensors, results)
         return _like(expr.struct_info, iter(results))
 
     def _sized_by_data(self, expr: relax.Call, op: str, tensors: Sequence[Any]) -> RelaxValue:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from mesh_tensor.base.collectives import BETWEEN, CollectiveKind, collective_time
-from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine import Link, Machine
 from mesh_tensor.base.placement import Partial, Replicate, Shard
 from mesh_tensor.pipelining.check import Held, peaks
 from mesh_tensor.pipelining.clock import timeline
@@ -171,17 +172,23 @@ class Composer:
         mesh_of = named_schedule(*choice.order).mesh_of
         costs = tuple(self._fragments(each[mesh_of[number]], stage) for number, stage in enumerate(stages))
         sent = max(model.layer.received for model in models)
-        return _clock(choice.order, costs, self.transfer(choice, sent)) + max(
+        return _clock(choice.order, costs, self._transfers(choice, sent)) + max(
             sum(self._end(here, stage) for number, stage in enumerate(stages) if mesh_of[number] == mesh)
             for mesh, here in enumerate(each)
         )
 
     def transfer(self, choice: Choice, sent: int) -> float:
-        """Seconds from a stage to the next one."""
+        """Seconds from a stage to the next one, wherever both are."""
+        return 0.0 if choice.meshes == 1 else _on_link(self._machine.link(choice.devices), sent)
+
+    def _transfers(self, choice: Choice, sent: int) -> tuple[float, ...]:
+        """Seconds from every mesh to the next one, and between those that are no neighbours; meshes lie one after the
+        other."""
         if choice.meshes == 1:
-            return 0.0
-        link = self._machine.link(choice.devices)
-        return link.start + sent / link.rate
+            return ()
+        ends = [0, *accumulate(each.data * each.model for each in choice.each)]
+        pairs = [(first, last - 1) for first, last in zip(ends, ends[2:], strict=False)]
+        return tuple(_on_link(self._machine.joining(*pair), sent) for pair in [*pairs, (0, ends[-1] - 1)])
 
     def _fragments(self, choice: Choice, stage: Stage) -> Fragments:
         """A stage's forward and backward on a microbatch, and the halves of that: with ZeRO-3 every piece's weights are
@@ -261,7 +268,7 @@ def _counts(order: Order) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _clock(order: Order, costs: tuple[Fragments, ...], transfer: float) -> float:
+def _clock(order: Order, costs: tuple[Fragments, ...], transfers: tuple[float, ...]) -> float:
     """The schedule with these costs."""
     schedule = named_schedule(*order)
     if schedule.num_meshes == 1:
@@ -270,7 +277,15 @@ def _clock(order: Order, costs: tuple[Fragments, ...], transfer: float) -> float
     def cost(action: Action) -> float:
         return costs[action.stage][_KINDS.index(action.kind)]
 
-    return timeline(schedule, cost, transfer).makespan
+    def delay(source: int, target: int) -> float:
+        first, last = sorted((schedule.mesh_of[source], schedule.mesh_of[target]))
+        return transfers[first] if last == first + 1 else transfers[-1]
+
+    return timeline(schedule, cost, delay).makespan
+
+
+def _on_link(link: Link, sent: int) -> float:
+    return link.start + sent / link.rate
 
 
 def pareto(estimates: Mapping[Choice, Estimate] | Sequence[Estimate]) -> list[Estimate]:

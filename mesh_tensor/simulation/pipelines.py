@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine import Link, Machine
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.check import Dependencies, Takes
 from mesh_tensor.pipelining.clock import Event, Processors, Timeline, timeline
@@ -218,7 +218,15 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
     """
     machine.check_holds(pipe.topology.num_devices, str(pipe.topology))
     stages, names = pipe.fragments, pipe.topology.names
-    inside = _places(pipe.topology, replace(machine, result=0.0))  # what fragments make stays where it is
+    starts = _starts(pipe.topology)
+    inside = [  # what fragments make stays where it is
+        replace(machine, result=0.0).seen_from(starts[name], pipe.topology[name].num_devices) for name in names
+    ]
+
+    def between(*meshes: str) -> Link:
+        ends = [starts[mesh] + pipe.topology[mesh].num_devices for mesh in meshes]
+        return machine.joining(min(starts[mesh] for mesh in meshes), max(ends) - 1)
+
     made = {
         (here.stage.index, kind): simulation(fragment.module.program, inside[pipe.schedule.mesh_of[here.stage.index]])
         for here in stages
@@ -226,7 +234,7 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
     }
     transfers: dict[tuple[int, int], float] = {}
     for here in stages:
-        for source, seconds in transfer_seconds(stages, here, machine, pipe.topology.num_devices):
+        for source, seconds in transfer_seconds(stages, here, machine, between):
             transfers[source, here.stage.index] = transfers.get((source, here.stage.index), 0.0) + seconds
     beside: dict[tuple[int, str], tuple[float, float]] = {}
     endings = [0.0] * len(names)
@@ -250,7 +258,10 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
     )
 
 
-def _places(topology: Topology, machine: Machine) -> list[Machine]:
-    """The machine as every mesh has it from where it lies."""
-    sizes = [topology[name].num_devices for name in topology.names]
-    return [machine.seen_from(sum(sizes[:number]), size) for number, size in enumerate(sizes)]
+def _starts(topology: Topology) -> dict[str, int]:
+    """The number of every mesh's first device."""
+    found, count = dict[str, int](), 0
+    for name in topology.names:
+        found[name] = count
+        count += topology[name].num_devices
+    return found

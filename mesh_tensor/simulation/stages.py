@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mesh_tensor.base.collectives import BETWEEN, collective_time
 from mesh_tensor.base.dtypes import dtype_bits
-from mesh_tensor.base.machine import Machine
+from mesh_tensor.base.machine import Link, Machine
 from mesh_tensor.base.placement import Partial, Replicate
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipelining.check import Held
@@ -49,8 +49,11 @@ def reducing_seconds(here: Any, machine: Machine) -> float:
     return seconds
 
 
-def transfer_seconds(stages: Any, here: Any, machine: Machine, devices: int) -> Iterator[tuple[int, float]]:
-    """What a stage takes of others on other meshes, forwards: from which stage, and how long that is on its way."""
+def transfer_seconds(
+    stages: Any, here: Any, machine: Machine, links: Callable[[str, str], Link]
+) -> Iterator[tuple[int, float]]:
+    """What a stage takes of others on other meshes, forwards: from which stage, and how long that is on its way over
+    the link between two meshes."""
     forward = here.fragments["F"]
     types = dict(zip(forward.takes, (value.type for value in forward.module.plan.graph.params), strict=True))
     for name, source in here.stage.takes.items():
@@ -59,7 +62,7 @@ def transfer_seconds(stages: Any, here: Any, machine: Machine, devices: int) -> 
         tensor, itemsize = types[name], max(1, dtype_bits(types[name].dtype) // 8)
         layouts = stages[source].layouts[name], here.layouts[name]
         plan = TransferPlan.make(tensor.shape, tensor.dtype, itemsize, *layouts)
-        link = machine.link(devices)
+        link = links(stages[source].stage.mesh, here.stage.mesh)
         moved = max(plan.busiest()) + plan.before.bytes + plan.after.bytes
         yield source, (link.start + moved / link.rate) * machine.rounds(here.mesh.num_devices)
 

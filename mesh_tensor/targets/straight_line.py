@@ -177,7 +177,7 @@ class _Writer:
     def _as(self, local: str, shape: Shape, field: str, position: int) -> str:
         if self._shapes[local] == shape:
             return local
-        return f"{local}.reshape({self._constant('s', shape, field, position)})"
+        return f"reshape({local}, {self._constant('s', shape, field, position)})"
 
     def _load(self, name: str, shape: Shape) -> None:
         if name not in self._locals:
@@ -230,7 +230,7 @@ def _only(made: Any) -> torch.Tensor:
     return result
 
 
-_GIVEN = {"Tensor": torch.Tensor, "only": _only}
+_GIVEN = {"Tensor": torch.Tensor, "only": _only, "reshape": torch.reshape}
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ from mesh_tensor.base.errors import refuse
 from .effects import is_hint, leaves_kernel, op_name
 from .nodes import function_name, is_const, nodes
 from .rewrite import block_like, replace_block, sequence, statements, with_body
-from .tile_ops import parse_tile_op
+from .tile_calls import parse_tile_op
 
 
 @dataclass(frozen=True, eq=False)

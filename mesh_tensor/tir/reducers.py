@@ -19,7 +19,8 @@ from mesh_tensor.base.reductions import REDUCTIONS
 from .effects import op_name
 from .nodes import function_name, nodes
 from .rewrite import block_like, exchange_buffers, neutral_element, parallel_nest, sequence, tile_op, with_args
-from .tile_ops import Copy, Fill, parse_tile_op, region
+from .tile_calls import parse_tile_op, region
+from .tile_ops import Copy, Fill
 
 _SCOPE = "local.reducer"
 _INFO, _OLD_INFO = "reducer_info_v2", "reducer_info"

@@ -1,9 +1,4 @@
-"""TileLang tile operations as typed records.
-
-TileLang keeps `T.copy`, `T.gemm`, ... as opaque calls until its own lowering. Everything that has to understand them
-(the sharding rule, the CPU re-targeting, the interpreter) reads them through :func:`parse_tile_op`, so the layout of
-the calls' arguments is known in this file only.
-"""
+"""TileLang's tile operations as typed records: what each reads and writes, which elements meet, what combines them."""
 
 from __future__ import annotations
 
@@ -13,37 +8,9 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from mesh_tensor.base.errors import refuse
+from .nodes import is_const
 
-from .effects import op_name
-from .nodes import is_const, nodes
-
-_ELEMENT_ATOMICS = {
-    "tl.atomic_add_elem_op": "sum",
-    "tl.atomic_max_elem_op": "max",
-    "tl.atomic_min_elem_op": "min",
-    "tl.atomic_or_elem_op": "bitor",
-}
-_PREVIOUS = {
-    "tl.atomic_add_ret_elem_op": "sum",
-    "tl.atomic_max_ret_elem_op": "max",
-    "tl.atomic_min_ret_elem_op": "min",
-}
-_TILE_ATOMICS = {
-    "tl.tileop.atomicadd": "sum",
-    "tl.tileop.atomicmax": "max",
-    "tl.tileop.atomicmin": "min",
-}
 _DEPTHS = {"local.fragment": 2, "local": 2, "shared": 1, "shared.dyn": 1, "shared.tmem": 1}  # as TileLang has them
-_COPIES = ("tl.tileop.copy", "tl.tileop.async_copy", "tl.tileop.tma_copy")
-_THROUGH = "copy through a buffer of this program, or through a parameter"
-_BY_ROWS = "T.copy each row: `T.copy(X[rows[i], 0], block[i, 0:n])`, or `T.copy(block[i, 0:n], X[rows[i], 0])`"
-#: What annotations ask for that regions don't say: their keys, what that is, the way out.
-_BEYOND = (
-    (("dst_block", "cluster_mask"), "a copy to other blocks of a cluster", _THROUGH),
-    (("is_gather4", "is_scatter4"), "a copy of rows that are named one by one", _BY_ROWS),
-    (("use_2cta",), "a product of two blocks of a cluster", "T.gemm of what this program has"),
-)
 
 
 @dataclass(frozen=True)
@@ -281,87 +248,3 @@ def _paired(src: Region, dst: Region, equal: Equal, order: Sequence[int] | None 
 
 def _everywhere(dst: Region) -> list[Element]:
     return [Element(dst.extents[d], {0: d}) for d in dst.long_dims]
-
-
-def parse_tile_op(stmt: tirx.Stmt) -> TileOp | None:
-    """The tile operation that the statement `T.evaluate(call)` is, or None if it is none that is known here.
-
-    Raises:
-        MeshTensorError: its arguments are not what TileLang gives it.
-    """
-    if not isinstance(stmt, tirx.Evaluate) or not isinstance(stmt.value, tirx.Call):
-        return None
-    call = stmt.value
-    try:
-        return _parsed(call, op_name(call))
-    except (AttributeError, IndexError, TypeError) as error:
-        why = f"its arguments are not those that TileLang gives it ({error})"
-        refuse(f"{op_name(call)} is malformed", why=why, fix="write it with tilelang.language")
-
-
-def _parsed(call: tirx.Call, name: str) -> TileOp | None:
-    args = call.args
-    if name in _COPIES:
-        return Copy(region(args[0]), region(args[1]))
-    if name == "tl.tileop.fill":
-        return Fill(region(args[0]), args[1])
-    if name == "tl.tileop.gemm" and isinstance(args[9], tirx.IntImm):
-        return Gemm(region(args[0]), region(args[1]), region(args[2]), _flag(args[3]), _flag(args[4]), _flag(args[9]))
-    if name == "tl.tileop.reduce":
-        return Reduce(region(args[0]), region(args[1]), _text(args[2]), int(args[3]), _flag(args[4]))
-    if name in _TILE_ATOMICS:
-        return Atomic(region(args[1]), _region_or_value(args[0]), _TILE_ATOMICS[name])
-    if name in _ELEMENT_ATOMICS:
-        return Atomic(_pointee(args[0]), args[1], _ELEMENT_ATOMICS[name])
-    if name in ("tl.tileop.cumsum", "tl.tileop.cummax"):
-        op = "sum" if name.endswith("sum") else "max"
-        return Scan(region(args[0]), region(args[1]), op, int(args[2]), _flag(args[3]))
-    if name == "tl.tileop.transpose":
-        return Transpose(region(args[0]), region(args[1]))
-    return None
-
-
-def beyond_regions(stmt: tirx.Evaluate) -> tuple[str, str] | None:
-    """What a tile operation asks for, in its annotations, that its regions don't say, and the way out; None for all
-    other statements."""
-    asked = dict((stmt.value.annotations or {}).items()) if op_name(stmt.value).startswith("tl.tileop.") else {}
-    for keys, what, fix in _BEYOND:
-        found = [key for key in keys if key in asked]
-        if found:
-            return f"{what} ({', '.join(found)}) is not supported", fix
-    by_places = [key for key, value in asked.items() if isinstance(value, tirx.PrimExpr) and key != "barrier"]
-    computed = [key for key in by_places if nodes(tirx.Evaluate(asked[key]), tirx.Var, tirx.BufferLoad)]
-    if not computed:
-        return None
-    what = f"{op_name(stmt.value)} has annotations that are computed ({', '.join(computed)})"
-    return what, "annotate it with numbers"
-
-
-def parse_previous(expr: object) -> Atomic | None:
-    """The update of one element that an atomic with `return_prev=True` makes; its value is what was there before."""
-    if not isinstance(expr, tirx.Call) or op_name(expr) not in _PREVIOUS:
-        return None
-    return Atomic(_pointee(expr.args[0]), expr.args[1], _PREVIOUS[expr.op.name])
-
-
-def region(call: tirx.Call) -> Region:
-    """The box that a `tl.region(load, mode, extents...)` call names."""
-    load = call.args[0]
-    return Region(load.buffer, tuple(load.indices), tuple(call.args[2:]))
-
-
-def _pointee(pointer: tirx.Call) -> Region:
-    load = pointer.args[0]
-    return Region(load.buffer, tuple(load.indices), tuple(tirx.IntImm("int32", 1) for _ in load.indices))
-
-
-def _region_or_value(arg: tirx.PrimExpr) -> Region | tirx.PrimExpr:
-    return region(arg) if op_name(arg) == "tl.region" else arg
-
-
-def _flag(arg: object) -> bool:
-    return bool(int(arg)) if isinstance(arg, tirx.IntImm) else bool(arg)
-
-
-def _text(arg: object) -> str:
-    return arg.value if isinstance(arg, tirx.StringImm) else str(arg)

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 
 from tvm import arith, ir, tirx
 
-from . import tile_ops
+from . import tile_calls
 from .effects import POINTERS, op_name
 from .linear import loop_ranges
 from .memory import Memory, elements, find_memories, has_equal_bits, is_compact, memories, strides_of
 from .nodes import nodes
 from .rewrite import block_like, call_like, guarded, parallel_nest, sequence, with_args, with_body
-from .tile_ops import Atomic, Copy, Fill, Region
+from .tile_ops import Atomic, Copy, Fill, Region, deeper
 from .view_map import ViewMap
 
 _ACCESSES = ["tirx.BufferLoad", "tirx.BufferStore", "tirx.Evaluate", "tirx.Call"]
@@ -146,13 +146,13 @@ class _Resolver:
     # -- tile operations ---------------------------------------------------------------------------------------------
 
     def _tile_op(self, stmt: tirx.Evaluate) -> tirx.Stmt | None:
-        record = tile_ops.parse_tile_op(stmt)
+        record = tile_calls.parse_tile_op(stmt)
         if record is None:
             return None
         if isinstance(record, Atomic) and op_name(stmt.value).endswith("elem_op"):
             return self._element_atomic(stmt)
         regions = [arg for arg in stmt.value.args if op_name(arg) == "tl.region"]
-        if not any(tile_ops.region(arg).buffer in self._maps for arg in regions):
+        if not any(tile_calls.region(arg).buffer in self._maps for arg in regions):
             return None
         rigid = not isinstance(record, (Copy, Fill, Atomic))
         args = [self._region(arg, rigid) if op_name(arg) == "tl.region" else self._expr(arg) for arg in stmt.value.args]
@@ -164,7 +164,7 @@ class _Resolver:
 
     def _region(self, call: tirx.Call, rigid: bool) -> tirx.Call | None:
         """The same region of the base; of a `rigid` operation, which counts dims, with the same dims."""
-        region = tile_ops.region(call)
+        region = tile_calls.region(call)
         if region.buffer in self._maps:
             mapped = self._maps[region.buffer]
             found = mapped.region(region) if mapped.base.dtype == region.buffer.dtype else None
@@ -191,7 +191,7 @@ class _Resolver:
         """A copy as a loop over elements."""
         if len(op.src.long_dims) != len(op.dst.long_dims) or op.src.buffer.data in self._safe:
             return None
-        loops = self._loops(tile_ops.deeper(op.src, op.dst))
+        loops = self._loops(deeper(op.src, op.dst))
         src, dst = _element(op.src, loops), _element(op.dst, loops)
         value = self._read(op.src.buffer, src, self._outside(op.src.buffer, src))
         if op.src.buffer.dtype != op.dst.buffer.dtype:
@@ -262,8 +262,8 @@ def _same_shape(a: tirx.Buffer, b: tirx.Buffer) -> bool:
 def _rigid_buffers(func: tirx.PrimFunc) -> set[tirx.Buffer]:
     """The buffers in tile operations that are more than copies and fills."""
     calls = nodes(func.body, tirx.Evaluate)
-    rigid = [c.value for c in calls if not isinstance(tile_ops.parse_tile_op(c), (Copy, Fill, type(None)))]
-    return {tile_ops.region(arg).buffer for call in rigid for arg in call.args if op_name(arg) == "tl.region"}
+    rigid = [c.value for c in calls if not isinstance(tile_calls.parse_tile_op(c), (Copy, Fill, type(None)))]
+    return {tile_calls.region(arg).buffer for call in rigid for arg in call.args if op_name(arg) == "tl.region"}
 
 
 def _notes(func: tirx.PrimFunc) -> list[tuple[str, dict]]:

@@ -4,11 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tilelang import language as T
 from tvm import relax
 
 import mesh_tensor as mt
+from kernels.matmul import matmul
+from kernels.softmax import softmax
+from mesh_tensor.api import kernel_classes, probe_models, probes
 from mesh_tensor.api import machine as measure
-from mesh_tensor.api import probe_models, probes
+from mesh_tensor.base.machine import Machine, Memory
+from tests.runtime.programs import add_one_kernel as add_one
 
 
 def test_chains_tell_steps_from_calls():
@@ -83,6 +88,41 @@ def test_larger_products_take_longer_there(machine):
         return mt.simulate(mt.distribute_module(builder.get(), {"x": 1}), machine).time
 
     assert run(64) < run(256) < run(1024)
+
+
+ONE = Machine("one", {"float32": 1e12}, (Memory(1 << 30, 1e11),), launch=1e-6, call=2e-6)
+
+
+@pytest.mark.parametrize(("kernel", "size"), [(matmul, (64, 64, 64)), (softmax, (32, 64))])
+def test_a_kernel_takes_what_it_was_measured_to_take(monkeypatch, kernel, size):
+    monkeypatch.setattr(kernel_classes, "least", lambda run, seconds: 1e-3)
+    made = ONE.with_kernel(kernel(*size))
+    (name,) = made.classes
+    one, larger = (mt.simulate(mt.annotate(kernel(*sizes), {"x": 1}, {}), made) for sizes in (size, (256, *size[1:])))
+    assert one.time == pytest.approx(1e-3)
+    assert larger.time == pytest.approx(1e-3 * 256 / size[0], rel=0.02)
+    assert name in str(mt.Machine.from_text(made.to_text()))
+
+
+def test_a_kernel_is_measured_once(monkeypatch):
+    made = ONE.with_kernel(matmul(32, 32, 32))
+    assert 0 < mt.simulate(mt.annotate(matmul(32, 32, 32), {"x": 1}, {}), made).time < 1
+    monkeypatch.setattr(kernel_classes, "least", None)
+    assert made.with_kernel(matmul(64, 64, 64)) is made
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fact"),
+    [
+        (matmul, "is no kernel"),
+        (3, "int is no kernel"),
+        (matmul(T.dynamic("m"), 8, 8), "symbolic dims"),
+        (add_one(0), "has no elements"),
+    ],
+)
+def test_what_is_no_kernel_of_known_sizes_is_not_measured(kernel, fact):
+    with pytest.raises(mt.MeshTensorError, match=fact):
+        ONE.with_kernel(kernel)
 
 
 def test_it_is_a_method_of_machine():

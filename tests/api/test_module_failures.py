@@ -79,7 +79,7 @@ def test_unknown_mesh_in_the_module():
     text = refused(builder.get())
     assert 'main.a is annotated for Mesh({"axis0": 2})' in text
     assert 'main.b is annotated for Mesh({"axis0": 3})' in text
-    assert "several meshes at once are not supported" in text
+    assert "mt.pipeline runs a module on several meshes" in text
 
 
 def test_what_is_no_module():

@@ -4,6 +4,7 @@ import math
 import random
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from torch.nn import functional as F
 
 import mesh_tensor as mt
 from kernels.models import gpt2
-from mesh_tensor.api import model_pieces
+from mesh_tensor.api import model_pieces, search_training
 from mesh_tensor.api.pipeline import planned
 from mesh_tensor.api.search_training import in_full
 from mesh_tensor.base.machine import Link, Memory
-from mesh_tensor.searching.pieces import Composer
+from mesh_tensor.searching.choices import Choice
+from mesh_tensor.searching.pieces import Composer, Estimate
 
 CPU = mt.Machine.preset("cpu")
 FAST = mt.Machine("fast links", {"float32": 1e9}, (Memory(10**9, 1e12),), (Link("wire", None, rate=1e11, start=1e-9),))
@@ -109,6 +111,16 @@ def test_pieces_say_what_planning_in_full_says(found):
         full = in_full(replace(plan, in_full=False), found.pieces, composer, 8)
         assert plan.time == pytest.approx(full.time, rel=0.15)
         assert plan.memory == pytest.approx(full.memory, rel=0.3)
+
+
+def test_finalists_are_not_all_of_what_pieces_leave_most_out_of(monkeypatch):
+    """Planned in full, ZeRO-3 takes twice what it was put together to: so the second one is the fastest without it."""
+    plans = [Estimate(Choice(zero=zero), time, 1, ()) for zero, time in ((3, 1.0), (3, 1.1), (0, 1.2), (3, 0.1))]
+    made = [replace(each, time=each.time * (2 if each.choice.zero else 1), in_full=True) for each in plans]
+    monkeypatch.setattr(search_training, "in_full", lambda plan, *_: made[plans.index(plan)])
+    options = SimpleNamespace(finalists=2, limit=1, objective="time")
+    assert search_training._in_full(plans[:3], None, None, 1, options, math.inf) == [made[0], made[2], plans[1]]
+    assert search_training._in_full([plans[0], plans[3]], None, None, 1, options, math.inf) == [made[3], made[0]]
 
 
 def test_layers_go_where_least_is_done_beside_them(found):
@@ -227,6 +239,7 @@ def test_the_front_and_its_picture(found):
     assert not any(p.time < each.time and p.memory < each.memory for p in found.plans for each in front)
     assert "o" in found.picture()
     assert str(found).count("\n") == 11
+    assert "; planned in full: the first 1, and put together of pieces: the others\n" in str(found)
 
 
 def test_stages_that_compute_alike_are_planned_once(monkeypatch):

@@ -40,6 +40,11 @@ def test_the_innermost_link_that_reaches_counts(devices, name):
     assert SMALL.link(devices).name == name
 
 
+@pytest.mark.parametrize(("ends", "name"), [((0, 3), "near"), ((5, 7), "near"), ((3, 4), "far"), ((0, 63), "far")])
+def test_devices_of_one_block_are_joined_inside_it(ends, name):
+    assert SMALL.joining(*ends).name == name
+
+
 def test_an_operator_takes_as_long_as_the_slower_of_its_operations_and_its_bytes():
     assert SMALL.work(1e12, 10**6, "float32").seconds == 1.0
     assert SMALL.work(1, 10**11, "float32").seconds == 1.0

@@ -16,6 +16,10 @@ GOOD = Machine("good", {"float32": 1e12}, (Memory(10**9, 1e11),), (Link("wire", 
         ({"flops": {}}, "no rate of operations (flops)"),
         ({"flops": {"float32": 0}}, "flops of float32 is 0"),
         ({"flops": {"float32": float("nan")}}, "flops of float32 is nan"),
+        ({"flops": {"float32": float("inf")}}, "flops of float32 is inf"),
+        ({"flops": {"float32": 1e-300}}, "flops of float32 is 1e-300"),
+        ({"memory": (Memory(10**9, 1e300),)}, "memory[0].rate is 1e+300"),
+        ({"call": 1e300}, "call is 1e+300"),
         ({"flops": {"float32": "1e12"}}, "flops of float32 is '1e12'"),
         ({"memory": ()}, "no memory"),
         ({"memory": (Memory(10, 1.0), Memory(5, 1.0))}, "memory are not in order"),
@@ -86,8 +90,12 @@ def test_more_devices_than_anything_connects():
     with pytest.raises(MeshTensorError, match="nothing connects 9 devices") as caught:
         GOOD.link(9)
     assert "its links reach 8" in str(caught.value)
+    with pytest.raises(MeshTensorError, match="nothing connects 9 devices"):
+        GOOD.joining(7, 8)
     with pytest.raises(MeshTensorError, match="it has no links"):
         replace(GOOD, links=()).link(2)
+    with pytest.raises(MeshTensorError, match="it has no links"):
+        assert replace(GOOD, links=()).flops_per_byte
 
 
 def test_more_devices_than_there_are():

@@ -1,5 +1,7 @@
 """A model that decides by sizes is recorded with one way: the module takes the sizes of that one, and no others."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -48,11 +50,14 @@ def nested(a, k, o):
     return ([given], {"k": (first, second)}), {"o": last}
 
 
-def program(model, args, kwargs, shapes, strict, tmp_path, loaded):
-    made = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=strict)
-    if not loaded:
-        return made
-    torch.export.save(made, tmp_path / "program.pt2")
+@cache
+def exported(number, strict):
+    model, (args, kwargs), shapes, *_ = CASES[number]
+    return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=strict)
+
+
+def through_a_file(program, tmp_path):
+    torch.export.save(program, tmp_path / "program.pt2")
     return torch.export.load(tmp_path / "program.pt2")
 
 
@@ -74,9 +79,9 @@ CASES = [
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_sizes_are_those_that_torch_takes(number, loaded, strict, tmp_path):
-    model, (args, kwargs), shapes, (good, by_name), (bad, bad_by_name), told = CASES[number]
-    exported = program(model, args, kwargs, shapes, strict, tmp_path, loaded)
-    module = mt.from_torch(exported)
+    model, _, _, (good, by_name), (bad, bad_by_name), told = CASES[number]
+    program = exported(number, strict)
+    module = mt.from_torch(through_a_file(program, tmp_path) if loaded else program)
     for mesh in ({"x": 1}, {"x": 2}):
         run = mt.distribute_module(module, mesh, {})
         torch.testing.assert_close(run(*good, **by_name), model(*good, **by_name))
@@ -127,7 +132,8 @@ class Resized(nn.Module):
 )
 def test_numbers_that_are_made_of_sizes(model, counts, others, loaded, tmp_path):
     open_sizes = ({0: Dim.DYNAMIC},) * len(counts)
-    module = mt.from_torch(program(model, rows(*counts), {}, open_sizes, False, tmp_path, loaded))
+    program = torch.export.export(model, rows(*counts), dynamic_shapes=open_sizes, strict=False)
+    module = mt.from_torch(through_a_file(program, tmp_path) if loaded else program)
     run = mt.distribute_module(module, {"x": 2, "y": 2}, {"a": {"x": 0, "y": 1}}, poison=True)
     for inputs in (rows(*counts), rows(*others)):
         torch.testing.assert_close(run(*inputs), model(*inputs))
@@ -146,6 +152,6 @@ def test_conditions_of_files_are_read_and_not_trusted(text):
 
 def test_a_program_from_a_file_has_the_shapes_of_its_own_inputs(tmp_path):
     model, (x,) = nn.Linear(8, 16), rows(4)
-    exported = program(model, (x,), {}, None, False, tmp_path, loaded=True)
-    run = mt.distribute_module(mt.from_torch(exported), {"x": 2}, {"weight": {"x": 0}})
+    program = through_a_file(torch.export.export(model, (x,), strict=False), tmp_path)
+    run = mt.distribute_module(mt.from_torch(program), {"x": 2}, {"weight": {"x": 0}})
     torch.testing.assert_close(run(x), model(x).detach())

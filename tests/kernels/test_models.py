@@ -1,5 +1,7 @@
 """Models in torch: imported, they compute what torch computes; their shardings name what is there."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -16,16 +18,17 @@ CONFIGS = {
 }
 
 
+@cache
 def imported(name):
-    """A model, inputs, and its module."""
+    """A model, and its module."""
     file, config = CONFIGS[name]
-    model, inputs = file.build(config), file.example_inputs(config)
-    return model, inputs, mt.from_torch(torch.export.export(model, inputs))
+    model = file.build(config)
+    return model, mt.from_torch(torch.export.export(model, file.example_inputs(config)))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_computes_what_torch_computes(name):
-    model, _, module = imported(name)
+    model, module = imported(name)
     file, config = CONFIGS[name]
     inputs = file.example_inputs(config)  # others than those it was exported with
     result = mt.run_sequential(module.mod, [*inputs, *module.params.values()])
@@ -34,13 +37,13 @@ def test_computes_what_torch_computes(name):
 
 
 def test_inputs_have_the_names_of_the_shardings():
-    names = {name: imported(name)[2].mod["main"].params[0].name_hint for name in ("mlp", "gpt2", "llama", "convnet")}
+    names = {name: imported(name)[1].mod["main"].params[0].name_hint for name in ("mlp", "gpt2", "llama", "convnet")}
     assert names == {"mlp": "x", "gpt2": "tokens", "llama": "tokens", "convnet": "images"}
 
 
 def layouts(name, shardings):
     """'name in torch' -> the text of the layout that was read back."""
-    _, _, module = imported(name)
+    _, module = imported(name)
     mod = mt.annotate_module(module.mod, {"data": 2, "model": 2}, shardings)
     read = {key: str(a.sharding) for (_, key), a in mt.read_module_annotations(mod).annotations.items()}
     found = {key: read.pop(f"{module.names.get(key, key)}_sharded") for key in shardings}

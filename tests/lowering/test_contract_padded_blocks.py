@@ -7,7 +7,7 @@ import torch
 from tvm import tirx
 
 from kernels.grouped_query import grouped_decode, grouped_decode_reference
-from mesh_tensor.tir.tile_ops import parse_tile_op
+from mesh_tensor.tir.tile_calls import parse_tile_op
 
 from .support import assert_right, lowered, nodes, only_kernel, outline
 

@@ -1,6 +1,7 @@
 """Real models on meshes: what torch computes, with the collectives that people place by hand."""
 
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -11,11 +12,17 @@ from kernels.models import convnet, gpt2, llama, mlp, together
 from mesh_tensor.program.steps import CollectiveStep
 
 
+@cache
+def imported(file, config):
+    """The model in torch, and as a module."""
+    torch.manual_seed(0)
+    model = file.build(config)
+    return model, mt.from_torch(torch.export.export(model, file.example_inputs(config)))
+
+
 def distributed(file, config, mesh, shardings, priority=None):
     """The model in torch, inputs of it, and the module on the mesh."""
-    torch.manual_seed(0)
-    model, inputs = file.build(config), file.example_inputs(config)
-    module = mt.from_torch(torch.export.export(model, inputs))
+    model, module = imported(file, config)
     mod = mt.annotate_module(module.mod, mesh, shardings, priority=priority)
     return model, file.example_inputs(config), mt.distribute_module(mod, weights=module.params)
 

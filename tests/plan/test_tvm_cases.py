@@ -311,6 +311,6 @@ class Pipeline:
 def test_pipelines_are_refused():
     with pytest.raises(mt.MeshTensorError) as error:
         mt.distribute_module(Pipeline, function="foo")
-    assert "several meshes at once are not supported" in str(error.value)
+    assert "mt.pipeline runs a module on several meshes" in str(error.value)
     assert "foo.lv0" in str(error.value)
     assert "foo.lv1" in str(error.value)

@@ -25,11 +25,13 @@ def run(case: TilesCase, target: str = "interpret") -> Outcome:
     data = [rng.standard_normal(param.shape).astype(param.dtype) for param in case.params]
     *inputs, _ = (torch.from_numpy(array) for array in data)
     arrays = [array.copy() for array in data]
-    interpret(build_style(case, "global"), arrays)
+    whole = build_style(case, "global")
+    interpret(whole, arrays)
     refused = ""
     for kind in ("global", "tiles"):
         try:
-            kernel = mt.compile(build_style(case, kind), target=target, poison=target == "interpret")
+            func = whole if kind == "global" else build_style(case, kind)
+            kernel = mt.compile(func, target=target, poison=target == "interpret")
         except mt.MeshTensorError as error:
             refused = refused or f"{kind}: {error}"
             continue

@@ -5,7 +5,7 @@ import torch
 from tvm import relax, tirx
 
 import mesh_tensor as mt
-from mesh_tensor.runtime import sequential
+from mesh_tensor.runtime import sequential, sequential_lines
 
 op = relax.op
 
@@ -48,6 +48,29 @@ def test_one_tensor_as_several_operands():
     mod = module(lambda b, x, y: b.emit(op.subtract(x, b.emit(op.negative(y)))), (3,), (3,))
     x, y = torch.ones(3), torch.full((3,), 5.0)
     assert both(mod, [x, x], [x, y], [y, x], [y, y]).tolist() == [10.0] * 3
+
+
+def test_transposes_are_left_out_where_products_take_them_or_others_undo_them(monkeypatch):
+    def body(builder, x, w, square):
+        turned = builder.emit(op.permute_dims(w))
+        product = builder.emit(op.matmul(x, turned))
+        there = builder.emit(op.permute_dims(x, [1, 2, 0]))
+        back = builder.emit(op.permute_dims(there, [2, 0, 1]))
+        twice = builder.emit(op.permute_dims(there, [1, 2, 0]))  # no way back, though the shapes agree
+        other = builder.emit(op.matmul(square, builder.emit(op.permute_dims(square, [0, 1]))))
+        return builder.emit(relax.Tuple([product, turned, back, twice, other, square]))
+
+    written = []
+    make = sequential_lines.StraightLine
+    monkeypatch.setattr(sequential_lines, "StraightLine", lambda lines: written.extend(lines) or make(lines))
+    mod = module(body, (4, 4, 4), (5, 4), (3, 3))
+    for _ in range(3):
+        x, w, square = torch.randn(4, 4, 4), torch.randn(5, 4), torch.randn(3, 3)
+        expected = x @ w.T, w.T, x, x.permute(2, 0, 1), square @ square, square
+        for found, wanted in zip(both(mod, [x, w, square]), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+            assert found.data_ptr() not in (x.data_ptr(), w.data_ptr(), square.data_ptr())
+    assert [line.args for line in written[:2]] == [("t2",), ("t1", "t2")]
 
 
 def test_results_are_their_own_memory():

@@ -1,10 +1,13 @@
-"""Stages by dynamic programming: as good as trying everything."""
+"""Stages by dynamic programming: as good as trying everything; and what they send to each other."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from mesh_tensor.searching.choices import Part, Question, cut_best
+from mesh_tensor.base.machine import Link, Machine, Memory
+from mesh_tensor.searching.choices import Choice, Part, Question, cut_best
+from mesh_tensor.searching.pieces import Composer, Model, Piece
 
 
 def everything(question, parts=(), layers=None, devices=None):
@@ -77,3 +80,16 @@ def test_a_stage_that_holds_more_microbatches_needs_more_memory():
     assert [part.layers for part in cut_best(free)] == [3, 3]
     assert [part.layers for part in cut_best(tight)] == [2, 4]
     assert cut_best(Question(6, 2, 8, [(1, 1)], seconds, memory, 3)) is None
+
+
+def test_stages_in_one_node_send_over_the_link_inside():
+    """Four meshes of two devices, in nodes of four: of three ways, only the middle one leaves a node."""
+    links = Link("inside", 4, rate=1e30, start=1.0), Link("between", None, rate=1e30, start=10.0)
+    composer = Composer(Machine("nodes", {"float32": 1e12}, (Memory(10**9, 1e12),), links), states=2)
+    piece = Piece(forward=1.0, backward=2.0, weights=0, elements=0, tensors=0, kept=0, taken=0, received=0, working=0)
+    nothing = replace(piece, forward=0.0, backward=0.0)
+    model = Model(nothing, piece, nothing, layers=4)
+    for meshes, sent in ((4, 1 + 10 + 1), (2, 1), (1, 0)):
+        choice = Choice(model=2, meshes=meshes, microbatches=1)
+        taken = composer.seconds(choice, [model] * meshes, model.cut(meshes))
+        assert taken == 4 * (1 + 2) + 2 * sent

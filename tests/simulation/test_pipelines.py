@@ -55,6 +55,14 @@ def test_transfers_take_their_links_time(module):
     assert made.time == pytest.approx(made.fragments[0, "F"].time + 1.0 + made.fragments[1, "F"].time)
 
 
+def test_meshes_in_one_node_send_over_the_link_inside(module):
+    """Nodes of four devices: two meshes of two lie in the first one, the third in the second."""
+    links = Link("inside", 4, rate=1e30, start=1.0), Link("between", None, rate=1e30, start=10.0)
+    topology = {f"m{number}": {"d": 2} for number in range(3)}
+    run = mt.pipeline(module, topology, ["blocks.0", "blocks.2"], microbatches=1)
+    assert mt.simulate(run, replace(FREE, links=links)).transfers == {(0, 1): 1.0, (1, 2): 10.0}
+
+
 def test_every_action_takes_what_it_takes_beside_its_fragment(module):
     """One microbatch goes through forwards and backwards of both stages: four actions, one after the other."""
     plain, slow = (simulated(module, replace(FREE, action=s), 1, train=True) for s in (0.0, 1.0))

@@ -87,12 +87,15 @@ class Checkpoints:
 
     def load(self, state: Mapping[str, Any], strict: bool) -> None:
         """Go on with this state; rules start anew where it has nothing of them."""
-        weights, of_rules = self._checked(state, strict)
         if self._runs is None:
-            self._weights.replace(weights, of_rules)
+            self._weights.replace(*self._checked(state, strict))
             return
-        facts = {"names in the state": ", ".join(state), "values of the state": _digest(weights, of_rules)}
-        self._runs.call(lambda: (facts, None), lambda _: self._weights.replace(weights, of_rules))
+
+        def prepare() -> tuple[dict[str, str], tuple[State, dict[str, State]]]:
+            checked = self._checked(state, strict)
+            return {"names in the state": ", ".join(state), "values of the state": _digest(*checked)}, checked
+
+        self._runs.call(prepare, lambda checked: self._weights.replace(*checked))
 
     def _checked(self, state: Mapping[str, Any], strict: bool) -> tuple[State, dict[str, State]]:
         """The weights that are replaced, and by weight what rules keep for it, in memory of their own."""
@@ -100,10 +103,14 @@ class Checkpoints:
             refuse(f"{shown(state)} is no state", fix="pass what state_dict() gave")
         held, own = self._weights.whole, {name: value for name, value in state.items() if _is_own(name)}
         checked = checked_state(self._signature, held, self._constants.left_out(own, whole), "cpu", strict)
-        weights = {name: tensor for name, tensor in checked.items() if tensor is not held[name]}
+        weights = {name: whole(tensor) for name, tensor in checked.items() if tensor is not held[name]}
         called = {theirs: ours for ours in held for theirs in self._signature.names[ours]}
         found: dict[str, State] = {}
-        problems = []
+        problems = [
+            f"{name!r} is {shown(state[name])}, and no number"
+            for name in (LOSS_SCALE, GOOD_STEPS)
+            if name in state and not _is_number(state[name])
+        ]
         for name, value in state.items():
             if not _is_of_rules(name):
                 continue
@@ -127,6 +134,10 @@ def _is_own(name: object) -> bool:
 
 def _is_of_rules(name: object) -> bool:
     return isinstance(name, str) and name.startswith(RULE)
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
 
 
 def _is_laid_out(value: Any) -> bool:

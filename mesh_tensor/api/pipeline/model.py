@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
@@ -17,6 +16,7 @@ from mesh_tensor.importers.constants import Constants
 from mesh_tensor.importers.imported import CallForm, call_tensors
 from mesh_tensor.pipelining.assign import annotated_stages, annotated_topology, assign
 from mesh_tensor.pipelining.balance import check_pipeline, place
+from mesh_tensor.pipelining.check import is_amount
 from mesh_tensor.pipelining.clock import hangs
 from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.fragments import check_state, cut
@@ -26,8 +26,10 @@ from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
 from mesh_tensor.runtime.ranks.alike import values_of
 from mesh_tensor.runtime.ranks.faults import ways_of
 from mesh_tensor.runtime.ranks.transfers import RankTopology
+from mesh_tensor.targets.kernels import find_target
 
 from ..fragments import Options, StageFragments, Values
+from ..module_ports import whole
 from ..training_optimizer import LossScale
 from .carriers import Mailbox, RankCarrier
 from .checkpoints import Checkpoints
@@ -66,10 +68,12 @@ class Pipeline:
     ) -> None:
         self._flow, self._options = flow, options
         self._signature = ModuleSignature(flow.mod, flow.function)
-        self._whole = self._signature.weights(weights, "cpu")
+        self._device_type = find_target(options.target).device_type
+        self._whole = {name: whole(tensor) for name, tensor in self._signature.weights(weights, "cpu").items()}
         self._open = self._signature.is_open(self._whole)
         self._check_state()
-        self._whole |= {name: self._whole[name].clone() for name in flow.state}  # the model may write its own
+        own = [n for n, t in self._whole.items() if n in flow.state or t.ndim < 2 or self._signature.symbols]
+        self._whole |= {name: self._whole[name].clone() for name in own}  # others are laid out now
         self.trained = trained_weights(flow, self._whole, train)
         self.inputs = tuple(name for name in flow.params if name not in self._whole)
         self.topology = annotated_topology(flow) if topology is None else Topology(topology)
@@ -122,6 +126,7 @@ class Pipeline:
         on_meshes, self.schedule = place(self.topology, meshes, schedule, self.microbatches)
         check_state(flow, where, self.schedule)
         self.stages = cut(flow, where, on_meshes)
+        self._weights.homes = {name: stage for stage in reversed(self.stages) for name in stage.params}
         self._takes = {stage.index: tuple(dict.fromkeys(stage.takes.values())) for stage in self.stages}
         check_pipeline(self.schedule, self._takes, bool(self.trained), limit)
         if self._runs is not None and (stuck := hangs(self.schedule, "per message", self._takes)):
@@ -144,9 +149,9 @@ class Pipeline:
 
     @undisturbed
     def __call__(self, *batch: Any, **named: Any) -> Any:
+        self._forget()  # gradients are those of this call, which all ranks make, or there are none
         if self._runs is None:
             return self._run(self._prepared(self._given(batch, named)))
-        self._forget()  # gradients are those of a call that all ranks made, or there are none
         given = dict[str, torch.Tensor]()
 
         def prepare() -> tuple[dict[str, str], list[Microbatch]]:
@@ -171,7 +176,7 @@ class Pipeline:
         for part in parts:
             shapes = tuple(tensor.shape for tensor in part.values())
             if shapes not in known:
-                known[shapes] = self._planned.of(self._signature.check({**checked, **part}))
+                known[shapes] = self._planned.of(self._signature.check({**checked, **part}, self._device_type))
             plans.append(known[shapes])
         if self._checks_indices:
             for here in plans[0]:
@@ -187,7 +192,6 @@ class Pipeline:
 
     def _run(self, microbatches: list[Microbatch]) -> Any:
         mailbox = Mailbox()
-        self._forget()
         rows = [Row(mailbox, self._weights.of, microbatches, self._loss, self.memory) for _ in self.topology]
         run_rows(self.schedule, rows, self.topology.names, mailbox)
         for name, row in zip(self.topology, rows, strict=True):
@@ -274,16 +278,16 @@ class Pipeline:
 
         def prepare() -> tuple[dict[str, str], None]:
             self._check_ran()
-            if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
+            if max_norm is not None and not (is_amount(max_norm) and max_norm > 0):
                 refuse(f"max_norm={shown(max_norm)}", fix="give the largest norm of all gradients, more than 0")
             if not callable(rule):
                 refuse(f"rule={shown(rule)}", fix="give a function of a weight, its gradient and a dict that is kept")
             return {"update": ", ".join(self.trained), "max_norm": str(max_norm)}, None
 
         def run(_: None) -> None:
-            sums = self.gradients() if self._shared or max_norm is not None else {}
+            sums = self.gradients() if self._planned.shared or max_norm is not None else {}
             scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm_of(sums) + 1e-6))
-            shared, loss_scale = {name: sums[name] for name in self._shared}, self._scale
+            shared, loss_scale = {name: sums[name] for name in self._planned.shared}, self._scale
             can_fall = loss_scale is not None and loss_scale.can_fall
             done = self._weights.update(rule, self._gradients, shared, scale, can_fall)
             self.skipped += not done
@@ -299,12 +303,6 @@ class Pipeline:
     def loss_scale(self) -> float | None:
         """What the loss of the next call is multiplied with before gradients are taken, which are divided by it."""
         return None if self._scale is None else self._scale.value
-
-    @property
-    def _shared(self) -> set[str]:
-        """The trained weights that several stages have."""
-        count = Counter(name for stage in self.stages for name in stage.params)
-        return {name for name in self.trained if count[name] > 1}
 
     def _forget(self) -> None:
         """There are no gradients until a call has ended, which may use their memory."""

@@ -3,8 +3,10 @@ others run is the same plans, by their own names."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from tvm import ir, relax
@@ -50,9 +52,10 @@ class AlikeStages:
         wrt: Sequence[str],
         kinds: Collection[str],
         make: Callable[[], StageFragments],
+        shared: Sequence[str] = (),
     ) -> StageFragments:
         """The fragments of a stage: those of one like it under this one's names, or what `make` gives."""
-        func, others, facts = _read(stage, mesh, layouts, wrt, kinds)
+        func, others, facts = _read(stage, mesh, layouts, wrt, kinds, shared)
         alike = self._known.setdefault(ir.structural_hash(func), [])
         for known in alike:
             if known.facts == facts and _equal(func, known.func) and _all_equal(others, known.others):
@@ -70,7 +73,12 @@ def _all_equal(functions: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
 
 
 def _read(
-    stage: Stage, mesh: Mesh, layouts: Mapping[str, Any], wrt: Sequence[str], kinds: Collection[str]
+    stage: Stage,
+    mesh: Mesh,
+    layouts: Mapping[str, Any],
+    wrt: Sequence[str],
+    kinds: Collection[str],
+    shared: Sequence[str],
 ) -> tuple[relax.Function, dict[str, Any], tuple[Any, ...]]:
     """A stage's function without its attributes; the functions that it may call; and all else that says how it is laid
     out, of its values by their positions."""
@@ -81,7 +89,8 @@ def _read(
     hinted = sorted((str(at.get(name, name)), repr(hint)) for name, hint in hints.items())
     others = {var.name_hint: other for var, other in stage.module.functions_items() if var.name_hint != FUNCTION}
     aside = tuple(stage.gives.index(name) for name in stage.only_state)
-    facts = (mesh, repr(stated), repr(hinted), tuple(at[name] for name in wrt), tuple(sorted(kinds)), aside)
+    trained = tuple((at[name], name in shared) for name in wrt)
+    facts = (mesh, repr(stated), repr(hinted), trained, tuple(sorted(kinds)), aside)
     bare = relax.Function(func.params, func.body, func.ret_struct_info, func.is_pure)
     return bare, others, facts
 
@@ -100,7 +109,7 @@ def _renamed(made: StageFragments, stage: Stage, mesh: Mesh) -> StageFragments:
 
     fragments = {kind: renamed(fragment) for kind, fragment in made.fragments.items()}
     layouts = {names.get(name, name): layout for name, layout in made.layouts.items()}
-    return StageFragments(stage, mesh, fragments, layouts)
+    return StageFragments(stage, mesh, fragments, layouts, still=frozenset(names[name] for name in made.still))
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,8 +140,26 @@ class PlannedStages:
                 flow = Flow(bound(self.flow.mod, self.flow.function, sizes), self.flow.function)
                 stages = cut(flow, self.where, [stage.mesh for stage in stages])
             plan = tuple(map(self._fragments, stages))
+            self._check_gradients(plan)
             self._plans.put(key, plan)
         return plan
+
+    def _check_gradients(self, plan: Sequence[StageFragments]) -> None:
+        """Refuse weights of several stages, if none of them has a gradient for them."""
+        lost = [w for w in self.shared if all(w in here.still for here in plan if w in here.stage.params)]
+        if lost:
+            refuse(
+                [f"the loss does not depend on {self.signature.names[name][0]!r}" for name in lost],
+                where=f"gradient of {self.flow.function!r}",
+                why="its gradient would be zero, which is more likely a mistake",
+                fix="name the weights that are trained (train=[...])",
+            )
+
+    @cached_property
+    def shared(self) -> tuple[str, ...]:
+        """The trained weights that several stages have."""
+        count = Counter(name for stage in self.stages for name in stage.params)
+        return tuple(name for name in self.trained if count[name] > 1)
 
     @property
     def latest(self) -> tuple[StageFragments, ...]:
@@ -153,12 +180,13 @@ class PlannedStages:
         layouts = {**self.layouts[stage.index], **self.weights.layouts.get(stage.index, {})}
         passed = {*self.trained, *trained_values(self.flow, self.trained)} if self.trained else ()
         wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
+        shared = [name for name in self.shared if name in stage.params]
 
         def make() -> StageFragments:
-            return training_fragments(stage, mesh, layouts, self.options, wrt, kinds)
+            return training_fragments(stage, mesh, layouts, self.options, wrt, kinds, shared=shared)
 
         # what alike stages hold has the names of the first
-        found = make() if self.by_names else self._alike.made(stage, mesh, layouts, wrt, kinds, make)
+        found = make() if self.by_names else self._alike.made(stage, mesh, layouts, wrt, kinds, make, shared)
         made = replace(
             found,
             inputs=tuple(name for name in stage.params if name not in self.weights.whole),

@@ -17,6 +17,7 @@ from mesh_tensor.plan.batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum
 from mesh_tensor.plan.batch_parts import BatchParts, Total, batch_parts
 from mesh_tensor.plan.manual import manual_mesh
 from mesh_tensor.rules.operator.dropout import SEED_NAME
+from mesh_tensor.runtime.ambient import fix_of, why_not_plain
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 from mesh_tensor.targets.dtypes import torch_dtype
 
@@ -52,7 +53,7 @@ class Results:
         """The microbatches' values of a result as the batch's."""
         kind = self._kinds.get(name)
         if len(parts) == 1 or isinstance(kind, Fixed):
-            return parts[0]
+            return parts[0].clone()  # may be a weight's memory, where a rank has all of it
         return torch.cat(list(parts)) if isinstance(kind, Rows) else _combined(kind, parts, shares)
 
     def with_totals(
@@ -211,12 +212,12 @@ Tensors = Mapping[str, torch.Tensor]
 def split_batch(signature: ModuleSignature, batch: Tensors, count: int) -> list[dict[str, torch.Tensor]]:
     """The batch in `count` microbatches along the first dim: of the rows that the function takes, or evenly. Each drops
     by a seed of its own, as where a training step's gradients are accumulated."""
-    if strange := [
-        f"input {name!r} is {shown(given)}" for name, given in batch.items() if not isinstance(given, torch.Tensor)
-    ]:
-        refuse(
-            strange, where=f"call of the pipeline of {signature.function!r}", fix="pass torch tensors: whole batches"
-        )
+    strange = [f"input {name!r} is {found}" for name, given in batch.items() if (found := _why_not_split(given))]
+    if strange:
+        fix = fix_of(strange, batch.values(), "pass torch tensors: whole batches")
+        refuse(strange, where=f"call of the pipeline of {signature.function!r}", fix=fix)
+    if count == 1:  # as it is, whatever its first dims are
+        return [dict(batch)]
     seeds = {name: tensor for name, tensor in batch.items() if name == SEED_NAME}
     batch = {name: tensor for name, tensor in batch.items() if name not in seeds}
     sizes = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in batch.items()}
@@ -225,7 +226,7 @@ def split_batch(signature: ModuleSignature, batch: Tensors, count: int) -> list[
     fixed = next((size for size in own if isinstance(size, int)), None)
     each = -(-rows // count) if fixed is None else fixed
     problems = [f"input {name!r} has {size} rows, others {rows}" for name, size in sizes.items() if size != rows]
-    fix = "pass more rows, the same for all inputs, or fewer microbatches"
+    fix = "pass more rows, the same for all inputs, or fewer microbatches; what all rows share is a weight"
     if not problems and fixed is not None and rows != fixed * count:
         problems = [f"a batch of {rows} rows in {count} microbatches, but the module takes {fixed} rows at a time"]
         fix = f"pass {count} x {fixed} rows, or export the model with an open batch size"
@@ -235,6 +236,14 @@ def split_batch(signature: ModuleSignature, batch: Tensors, count: int) -> list[
         refuse(problems, where=f"call of the pipeline of {signature.function!r}", fix=fix)
     parts = [{name: tensor[i * each : (i + 1) * each] for name, tensor in batch.items()} for i in range(count)]
     return [part | {name: seed * count + i for name, seed in seeds.items()} for i, part in enumerate(parts)]
+
+
+def _why_not_split(given: Any) -> str:
+    """What is wrong with an input that has no rows to be split; nothing, where it has."""
+    if not isinstance(given, torch.Tensor):
+        return shown(given)
+    found = why_not_plain(given)
+    return f"a tensor of another kind: {found[0]}" if found else ""
 
 
 def rows_of(part: Tensors) -> int:

@@ -270,11 +270,14 @@ _ACTIONS: dict[str, Callable[[Row, StageFragments, Action], None]] = {
 
 
 def run_rows(schedule: Schedule, rows: Sequence[Row], names: Sequence[str], mailbox: Mailbox) -> None:
-    """Run every row in a thread of its own. What fails on one mesh ends all, and is raised here."""
+    """Run every row in a thread of its own, which share torch's threads: with more, these would wait for cores, in
+    turns around nothing. What fails on one mesh ends all, and is raised here."""
     failures: list[tuple[str, Action, BaseException]] = []
-    inference = torch.is_inference_mode_enabled()
+    inference, threads = torch.is_inference_mode_enabled(), torch.get_num_threads()
 
     def work(mesh: int) -> None:
+        torch.get_num_threads()  # else the first operation would undo what follows
+        torch.set_num_threads(max(1, threads // len(names)))  # of this thread; and of threads to come
         with torch.inference_mode(inference):
             for action in schedule.rows[mesh]:
                 try:
@@ -288,11 +291,14 @@ def run_rows(schedule: Schedule, rows: Sequence[Row], names: Sequence[str], mail
                     mailbox.fail()
                     return
 
-    threads = [threading.Thread(target=work, args=(mesh,), name=f"mesh {name}") for mesh, name in enumerate(names)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    meshes = [threading.Thread(target=work, args=(mesh,), name=f"mesh {name}") for mesh, name in enumerate(names)]
+    try:
+        for thread in meshes:
+            thread.start()
+        for thread in meshes:
+            thread.join()
+    finally:
+        torch.set_num_threads(threads)
     if failures:
         fail(*failures[0])
 

@@ -95,6 +95,14 @@ def trained_weights(flow: Flow, weights: Mapping[str, Any], train: bool | Sequen
             refuse(problems, where="train", fix=_TRAIN)
     if not wanted:
         refuse("there is nothing to train", why="no weight holds floats", fix="pass weights=, or leave out train")
+    reached = {value for name in flow.above(flow.returned[:1]) for value in flow.operands[name]}
+    if lost := [name for name in dict.fromkeys(wanted) if name not in reached]:
+        refuse(
+            [f"the loss does not depend on {name!r}" for name in lost],
+            where="train",
+            why="its gradient would be zero, which is more likely a mistake",
+            fix="name the weights that are trained (train=[...])",
+        )
     return tuple(dict.fromkeys(wanted))
 
 

@@ -28,7 +28,8 @@ Place = tuple[str, int]  # a weight, a stage that has it
 class StageWeights:
     """What every stage of this process holds of the weights; `whole` are the tensors that they were made of. `memory`
     has the kinds of memory of those that are in another one than the devices' while nothing computes with them.
-    `of_rules`: what rules keep for weights, as these get it."""
+    `of_rules`: what rules keep for weights, as these get it. `homes`: the stage that updates a weight; others that have
+    it get what it made."""
 
     def __init__(
         self, whole: dict[str, torch.Tensor], carrier: Carrier, runs: RankRuns | None, memory: Mapping[str, str]
@@ -36,8 +37,9 @@ class StageWeights:
         self.whole, self._carrier, self._runs, self._memory = whole, carrier, runs, memory
         self.of: dict[int, Values] = {}
         self.layouts: dict[int, Mapping[str, Sharding]] = {}
-        self._homes: dict[int, StageFragments] = {}
+        self._placed: dict[int, StageFragments] = {}
         self.of_rules: dict[Place, dict[str, Any]] = {}
+        self.homes: dict[str, Stage] = {}
 
     def place(self, here: StageFragments) -> None:
         """Lay out a stage's weights, once."""
@@ -49,7 +51,7 @@ class StageWeights:
         if self._runs is None or self._runs.ranks.name == stage.mesh:
             placed = {name: self._carrier.place(here, name, self.whole[name]) for name in names}
             self.of[stage.index] = {name: self._put_away(name, value) for name, value in placed.items()}
-            self._homes[stage.index] = here
+            self._placed[stage.index] = here
 
     def _put_away(self, name: str, value: Any) -> Any:
         """A weight in the memory that is stated for it."""
@@ -71,11 +73,11 @@ class StageWeights:
     def replace(self, whole: Mapping[str, torch.Tensor], of_rules: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on with these weights, and with this that rules keep for some."""
         self.whole |= whole
-        for stage, home in self._homes.items():
+        for stage, home in self._placed.items():
             for name in self.of[stage].keys() & whole.keys():
                 self.of_rules.pop((name, stage), None)
                 self.of[stage][name] = self._put_away(name, self._carrier.place(home, name, whole[name]))
-                if name in of_rules:
+                if name in of_rules and self.homes[name].index == stage:
                     self.of_rules[name, stage] = {
                         key: self._as_kept(home, name, v) for key, v in of_rules[name].items()
                     }
@@ -127,7 +129,8 @@ class StageWeights:
 
         def share(_: None) -> dict[Place, torch.Tensor]:
             whole = {key: self._carrier.whole(self._fetched(value)) for key, value in own().items() if key in owners}
-            return runs.share(whole, owners, like, 0)
+            shared = runs.share(whole, owners, like, 0)
+            return shared | {key: value.clone() for key, value in whole.items()}  # which may be memory of ours
 
         return runs.call(prepare, share)
 
@@ -139,9 +142,9 @@ class StageWeights:
         scale: float,
         may_overflow: bool = False,
     ) -> bool:
-        """Every weight that has a gradient is what `rule` makes of it; `sums` has the whole gradients of those that
-        several stages have. On ranks, part of a call that all make. Where gradients overflowed, and may, nothing is
-        changed: False.
+        """Every weight that has a gradient is what `rule` makes of it, once; `sums` has the whole gradients of those
+        that several stages have. On ranks, part of a call that all make. Where gradients overflowed, and may, nothing
+        is changed: False.
 
         Raises:
             MeshTensorError: a weight would not be finite, or on ranks: the rule raised on one. All stay as they were.
@@ -154,10 +157,10 @@ class StageWeights:
                 return False
         try:
             for stage, found in gradients.items():
-                for name, gradient in found.items():
+                for name in [name for name in found if self.homes[name].index == stage]:
                     doing = f"update of a pipeline, the rule on weight {name!r} of stage {stage}"
                     state = states[name, stage] = _copied(self.of_rules.get((name, stage), {}))
-                    made[name, stage] = self._ruled(rule, stage, name, sums.get(name, gradient), state, scale)
+                    made[name, stage] = self._ruled(rule, stage, name, sums.get(name, found[name]), state, scale)
                     if not_finite({name: _parts(made[name, stage])}):
                         before = _parts(self._fetched(self.of[stage][name]))
                         bad += [] if not_finite({name: before}) else [name]
@@ -168,18 +171,40 @@ class StageWeights:
         if self._found_bad(bad, error, doing, may_overflow):
             return False
         kept = {(name, stage): self._as_laid_out(stage, name, new) for (name, stage), new in made.items()}
+        kept |= self._handed_on({name: kept.get((name, self.homes[name].index)) for name in sums})
         self.of_rules.update(states)
         for (name, stage), value in kept.items():
             self.of[stage][name] = self._put_away(name, value)
         return True
 
+    def _handed_on(self, made: Mapping[str, Any]) -> dict[Place, Any]:
+        """New weights of several stages, of which this process has some, as the stages lie that didn't make them. On
+        ranks, all have to ask."""
+        if not made:
+            return {}
+        owners = {(name, self.homes[name].index): self.homes[name] for name in made}
+        like = {place: (tuple(self.whole[place[0]].shape), self.whole[place[0]].dtype) for place in owners}
+
+        def share(_: None) -> dict[Place, torch.Tensor]:
+            there = {place: self._carrier.whole(made[place[0]]) for place in owners if made[place[0]] is not None}
+            return there if self._runs is None else self._runs.share(there, owners, like, 0)
+
+        facts = {"update": "weights of several stages"}
+        whole = share(None) if self._runs is None else self._runs.call(lambda: (facts, None), share)
+        return {
+            (name, stage): self._carrier.place(home, name, whole[name, self.homes[name].index])
+            for stage, home in self._placed.items()
+            for name in made
+            if name in home.stage.params and self.homes[name].index != stage
+        }
+
     def _ruled(self, rule: Rule, stage: int, name: str, gradient: Any, state: dict[str, Any], scale: float) -> Any:
         """What the rule makes of a weight. What it gets is its own: nothing is changed where it writes into that."""
         if isinstance(gradient, torch.Tensor):
-            gradient = self._carrier.place(self._homes[stage], gradient_name(name), gradient)
+            gradient = self._carrier.place(self._placed[stage], gradient_name(name), gradient)
         old, grad = self._carrier.shown(self._fetched(self.of[stage][name])), self._carrier.shown(gradient)
         new = rule(old, grad if scale == 1.0 else grad * scale, state)
-        if type(new) is not type(old) or new.shape != old.shape:
+        if type(new) is not type(old) or new.shape != old.shape or not new.dtype.is_floating_point:
             refuse(
                 f"the rule makes {shown(new)} of the weight {name!r}, which is {old!r}",
                 where="update of a pipeline",

@@ -28,6 +28,7 @@ from .owned_programs import LookedUpProducts, Use, owned_programs
 from .partial_values import PartialValues
 from .reader import known_uses
 from .reductions import Reduction
+from .row_products import dims_of_rows, row_products
 from .statements import Access, Kernel, Loop, Statement
 
 
@@ -46,7 +47,7 @@ def candidates(kernel: Kernel, coordinates: Coordinates) -> list[Factor]:
         (param, dim) for param, dim in coordinates.detached if _is_indexed_by_data(kernel, kernel.params[param], dim)
     ]
     single = [(place,) for place in found]
-    together = _at_one_place(kernel, coordinates, found)
+    together = [*_at_one_place(kernel, coordinates, found), *dims_of_rows(kernel, found)]
     return [_factor(kernel, dims) for dims in dict.fromkeys((*together, *single))]
 
 
@@ -111,7 +112,9 @@ def _is_indexed_by_data(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
 def _reduction(kernel: Kernel, coordinates: Coordinates, factor: Factor, uses: Sequence[Use]) -> Reduction | None:
     """What is partial, as of any factor that is combined over."""
     products = LookedUpProducts(kernel, coordinates, uses)
-    partial = PartialValues(kernel, coordinates, factor, products=products.blocks)
+    blocks: dict[Statement, tuple[Access, ...]] = {product: (block,) for product, block in products.blocks.items()}
+    blocks |= row_products(kernel, coordinates, uses) if len(factor.dims) > 1 else {}
+    partial = PartialValues(kernel, coordinates, factor, products=blocks)
     statements = dict.fromkeys(statement for statement, *_ in uses)
     problems = [partial.add(statement, statement.op or "sum", ()) for statement in statements]
     if any(problems) or partial.follow() is not None or not products.are_linear(partial):

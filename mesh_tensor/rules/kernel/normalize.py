@@ -31,7 +31,8 @@ from mesh_tensor.tir.plain_statements import (
 )
 from mesh_tensor.tir.reducers import parts_of, without_reducers
 from mesh_tensor.tir.rewrite import call_like, loop_like, number, sequence, with_indices
-from mesh_tensor.tir.tile_ops import Fill, Region, parse_tile_op
+from mesh_tensor.tir.tile_calls import parse_tile_op
+from mesh_tensor.tir.tile_ops import Fill, Region
 from mesh_tensor.tir.tile_position import as_helper, text_of
 from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views
@@ -91,7 +92,7 @@ class _Source:
 @made_once(ANALYSES)
 def _normalized(source: _Source) -> tirx.PrimFunc:
     _refuse_division_by_0(source.func)
-    func = with_places_from_the_end(_with_own_variables(source.func))
+    func = with_places_from_the_end(with_own_variables(source.func))
     func = without_early_exits(with_plain_blocks(func))
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
@@ -101,7 +102,7 @@ def _normalized(source: _Source) -> tirx.PrimFunc:
     return narrow(lengthen(forward(unfuse(resolve_views(mark_prints(func))))))
 
 
-def _with_own_variables(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def with_own_variables(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """What was made by rewriting may have a statement, or a variable, in two places."""
     unnamed = func if func.attrs and "global_symbol" in func.attrs else func.with_attr("global_symbol", "main")
     body = tirx.transform.ConvertSSA()(ir.IRModule({"main": unnamed}))["main"].body

@@ -14,7 +14,8 @@ from tvm import tirx
 from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import int_or, nodes
 from mesh_tensor.tir.rewrite import block_like, exchange_buffers, region_call, reshaped, with_args
-from mesh_tensor.tir.tile_ops import Gemm, TileOp, parse_tile_op
+from mesh_tensor.tir.tile_calls import parse_tile_op
+from mesh_tensor.tir.tile_ops import Gemm, TileOp
 
 from .padded_rows import Node, PaddedRows
 from .reader import read_kernel

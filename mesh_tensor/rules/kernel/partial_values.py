@@ -40,7 +40,7 @@ class _Partial:
 class PartialValues:
     """The live ranges that splitting one factor leaves partial, as far as they have been added and followed.
 
-    `products`: statements that leave what they read in one place partial, though it is a factor there.
+    `products`: statements that leave what they read in some places partial, though these are factors there.
 
     What adds or follows returns why the factor can't be split for what it finds, None if it can."""
 
@@ -51,12 +51,14 @@ class PartialValues:
         factor: Factor,
         states: Sequence[State] = (),
         explained: Collection[Statement] = (),
-        products: Mapping[Statement, Access] | None = None,
+        products: Mapping[Statement, Collection[Access]] | None = None,
     ):
         self._kernel, self._coordinates, self._factor = kernel, coordinates, factor
         self._partial: dict[LiveRange, _Partial] = {}
         self._accounted: dict[Statement, set[tirx.Var]] = {}
         self._uses: list[Use] = []
+        self._sources: set[Statement] = set()  # what makes partial values of others
+        self._held: set[Statement] = set()  # stores of partial values that take them whole
         self._products = products or {}
         self._explained = set(explained) | {statement for state in states for statement in state.explained}
         self._scaled = {live_range for state in states for live_range in state.scaled}
@@ -95,6 +97,10 @@ class PartialValues:
 
     def add(self, statement: Statement, op: str, over: Iterable[tirx.Var]) -> str | None:
         """The statement leaves its target partial in `op`, having combined what `over` walks."""
+        self._sources.add(statement)
+        return self._add(statement, op, over)
+
+    def _add(self, statement: Statement, op: str, over: Iterable[tirx.Var]) -> str | None:
         live_range = self._coordinates.ranges.of(statement.target)
         scope = {loop.var for loop in live_range.scope}
         outer = frozenset(v for v in over if v in scope)
@@ -108,13 +114,16 @@ class PartialValues:
 
     def follow(self) -> str | None:
         """Add what statements that keep partial values partial write, and note the uses that need the whole value."""
-        known = -1
-        while known < (now := self._contributions()):
-            known, self._uses = now, []
-            for statement in [s for s in self._kernel.statements if s not in self._explained]:
-                for access in statement.reads:
-                    if problem := self._follow(statement, access):
-                        return problem
+        while True:
+            known = -1
+            while known < (now := self._contributions()):
+                known, self._uses = now, []
+                for statement in [s for s in self._kernel.statements if s not in self._explained]:
+                    for access in statement.reads:
+                        if problem := self._follow(statement, access):
+                            return problem
+            if not self._hold():
+                break
         self._uses += self._other_updates() + self._uses_before_states()
         for statement, live_range in self._uses:
             if self._partial[live_range].outer:
@@ -123,6 +132,30 @@ class PartialValues:
                     f"({live_range.buffer.name}) before all blocks are combined"
                 )
         return None
+
+    def _hold(self) -> bool:
+        """Of results into which statements store some places before a use of a whole value, and others after it, take
+        all stores for uses: else all places would be completed at each use. Whether there were others."""
+        found = [live_range for live_range in self._partial if self._is_stored_around_a_use(live_range)]
+        for live_range in found:
+            stores = self._partial.pop(live_range).contributions
+            self._held.update(stores)
+            for store in stores:
+                self._accounted.pop(store, None)
+        return bool(found)
+
+    def _is_stored_around_a_use(self, live_range: LiveRange) -> bool:
+        """Whether nothing reads a result, and all that makes it partial is to store partial values, before a use of
+        whole values and after it."""
+        stores, tops = self._partial[live_range].contributions, [s.top for s, _ in live_range.writes]
+        if not live_range.is_param or live_range.reads or any(s.op is not None or s in self._sources for s in stores):
+            return False
+        return any(min(tops) < use.top <= max(tops) for use, _ in self._uses) and all(map(self._may_wait, stores))
+
+    def _may_wait(self, store: Statement) -> bool:
+        """Whether what a statement stores can be completed before."""
+        read = [p for a in store.reads if (p := self._partial.get(self._coordinates.ranges.of(a))) is not None]
+        return all(not p.outer and store.top > max(s.top for s in p.contributions) for p in read)
 
     def _contributions(self) -> int:
         return sum(len(partial.contributions) for partial in self._partial.values())
@@ -138,9 +171,9 @@ class PartialValues:
         own = None if statement.write is None else self._kernel.own.get(statement.write.buffer.name)
         if own is not None:
             return self.add(statement, own, partial.outer) if own else None
-        if self._products.get(statement) is access:
+        if any(access is block for block in self._products.get(statement, ())):
             return self._pass_on(statement, partial)
-        is_plain = live_range not in self._scaled
+        is_plain = live_range not in self._scaled and statement not in self._held
         if (
             is_plain
             and keeps_partial(statement, access, partial.op)
@@ -155,7 +188,7 @@ class PartialValues:
         scope = {loop.var for loop in self._coordinates.ranges.of(statement.target).scope}
         if (statement.op is None or statement.fresh) and not partial.outer <= scope:
             return f"{describe(statement)} keeps the last block's value only"
-        return self.add(statement, partial.op, partial.outer)
+        return self._add(statement, partial.op, partial.outer)
 
     def _other_updates(self) -> list[Use]:
         """Updates of a partial value with another operation: they use the whole value."""

@@ -8,7 +8,7 @@ from tvm import arith, tirx
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.recent import made_once
-from mesh_tensor.tir import effects, tile_ops
+from mesh_tensor.tir import effects, tile_calls, tile_ops
 from mesh_tensor.tir.linear import linear_form
 from mesh_tensor.tir.nodes import function_name, loads, nodes
 from mesh_tensor.tir.user_reports import assert_call, is_print, printed_buffers
@@ -257,7 +257,7 @@ class _Reader:
         asserted = assert_call(stmt)
         if asserted is not None:
             return self._read_only(stmt, asserted.args[0])
-        record = tile_ops.parse_tile_op(stmt)
+        record = tile_calls.parse_tile_op(stmt)
         if record is None:
             if not nodes(stmt.value, tirx.Call):
                 return self.statement(stmt, values=(stmt.value,))
@@ -273,7 +273,7 @@ def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
     where = f"kernel {function_name(func)!r}"
     _check_safe_values(func, block, where)
     _check_parts(block, where)
-    found = list(filter(None, map(tile_ops.beyond_regions, nodes(block.body, tirx.Evaluate))))
+    found = list(filter(None, map(tile_calls.beyond_regions, nodes(block.body, tirx.Evaluate))))
     if found:
         refuse(
             list(dict.fromkeys(what for what, _ in found)),

@@ -228,7 +228,7 @@ _UNARY = (
     "abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos "
     "atan sinh cosh tanh asinh acosh atanh sigmoid erf erfc relu sign sgn floor ceil trunc round frac logical_not "
     "bitwise_not isnan isinf isfinite nan_to_num clamp clamp_min clamp_max clip gelu silu softplus elu leaky_relu "
-    "hardtanh relu6 hardswish mish logsigmoid float double half bfloat16"
+    "hardtanh relu6 hardswish mish logsigmoid float double half bfloat16 zeros_like ones_like"
 )
 _SEVERAL = (
     "add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power maximum minimum "

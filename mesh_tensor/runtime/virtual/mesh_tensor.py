@@ -3,6 +3,7 @@ one to another mesh."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -63,6 +64,19 @@ class MeshTensor(Arithmetic):
     def shape(self) -> tuple[int, ...]:
         """The global shape."""
         return self._layout.shape
+
+    @property
+    def ndim(self) -> int:
+        """How many dims it has."""
+        return len(self._layout.shape)
+
+    def dim(self) -> int:
+        """How many dims it has."""
+        return len(self._layout.shape)
+
+    def numel(self) -> int:
+        """How many elements the whole tensor has."""
+        return math.prod(self._layout.shape)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -39,6 +39,8 @@ from mesh_tensor.targets.op_steps import (
 from mesh_tensor.targets.straight_line import TileCall
 from mesh_tensor.targets.totals import totals_of
 
+from .one_tile import one_tiles
+
 
 class VirtualMesh:
     """Runs `program` for all devices of its mesh: the Backend of one process."""
@@ -59,6 +61,8 @@ class VirtualMesh:
         self._is_shared = not totals and not program.kernels and not program.loops and not (alone and self._records)
         self.stored = {storage: value.name for storage, value in program.stored.items()}
         self._places = {id(step): number for number, step in enumerate(program.steps)}
+        together = program.mesh.num_devices > 1 and target.device_type == "cpu"
+        self._one_tiles = one_tiles(program) if together else []
         first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
         self._first, self._last = self._actions(first, alone), self._actions(last, alone)
 
@@ -121,12 +125,15 @@ class VirtualMesh:
         """All devices run the step's kernel on their tiles; nothing happens if what it writes has no elements."""
         if all(self.layout(name).tile_bytes == 0 for name in step.writes):
             return None
-        kernel = self._target.compile(step.func, self._poison)
+        joined = [one for one in self._one_tiles if one.written is step]
+        kernel = self._target.compile((joined[-1].kernel if joined else step).func, self._poison)
         order = arguments_of(step, self.program)
         mesh = self.program.mesh
         places = [[mesh.coordinate(rank)[axis] for axis in step.axes] for rank in range(mesh.num_devices)]
 
         def of_device(memory: Memory) -> Callable[[int], None]:
+            for one in joined:
+                one.join(memory)
             held = memory.held
             columns = [
                 _parts(given, held[given.storage])
@@ -184,6 +191,9 @@ class VirtualMesh:
         verify_collective(step, src, dst)
         source, target, number = src.storage, dst.storage, self._places[id(step)]
         share = self.program.last_writes[target].collective is step and dst.slab is None
+        one = next((one for one in self._one_tiles if one.collective is step), None)
+        if one is not None:
+            return one.add_up
         borrow = share and not self._poison and self._only_kernels_read(source, target, step)
         lies = self.layout(step.src), self.layout(step.dst), src.slab, dst.slab
         at = self._by_size(("collective", *lies), lambda mesh: mesh._change(number))
@@ -246,6 +256,9 @@ class VirtualMesh:
         """Every device gets a tile, unless the caller brought this storage."""
         storage, device, poison = step.storage, self.device, self._poison
         name = self.stored[storage]
+        one = next((one for one in self._one_tiles if one.storage == storage and one.total is not None), None)
+        if one is not None:
+            return lambda memory: one.allocate(memory, device, poison)
         at = self._by_size(("alloc", self.layout(name)), lambda mesh: mesh.layout(name))
 
         def action(memory: Memory) -> None:

@@ -18,7 +18,8 @@ from mesh_tensor.tir.effects import written
 from mesh_tensor.tir.memory import strides_of
 from mesh_tensor.tir.nodes import int_or, nodes
 from mesh_tensor.tir.rewrite import block_like, sequence
-from mesh_tensor.tir.tile_ops import Copy, Gemm, Region, TileOp, parse_tile_op
+from mesh_tensor.tir.tile_calls import parse_tile_op
+from mesh_tensor.tir.tile_ops import Copy, Gemm, Region, TileOp
 
 from .exprs import Bounds, is_pure_index
 

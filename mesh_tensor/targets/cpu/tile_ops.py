@@ -15,19 +15,8 @@ from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.memory import strides_of
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import neutral_element, sequence
-from mesh_tensor.tir.tile_ops import (
-    Atomic,
-    Copy,
-    Fill,
-    Gemm,
-    Reduce,
-    Region,
-    Scan,
-    TileOp,
-    Transpose,
-    deeper,
-    parse_previous,
-)
+from mesh_tensor.tir.tile_calls import parse_previous
+from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose, deeper
 
 from .dtypes import compute_dtype
 from .exprs import (

@@ -12,7 +12,8 @@ from tvm import ir, tirx
 from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.tir.effects import INTRINSICS
-from mesh_tensor.tir.tile_ops import Atomic, parse_previous
+from mesh_tensor.tir.tile_calls import parse_previous
+from mesh_tensor.tir.tile_ops import Atomic
 
 from .access import BufferAccess
 from .intrinsics import FLOAT8, FUNCTIONS, UFUNCS, convert, is_float, rounded_once, trunc_div, trunc_mod

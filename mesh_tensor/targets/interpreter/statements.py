@@ -18,7 +18,8 @@ from mesh_tensor.targets.reports import tell
 from mesh_tensor.tir.effects import changes_nothing, op_name
 from mesh_tensor.tir.nodes import loads
 from mesh_tensor.tir.reducers import parts_of
-from mesh_tensor.tir.tile_ops import Atomic, parse_previous, parse_tile_op
+from mesh_tensor.tir.tile_calls import parse_previous, parse_tile_op
+from mesh_tensor.tir.tile_ops import Atomic
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, report_of, without_thread_tests
 
 from .access import BufferAccess

@@ -4,8 +4,9 @@ torch's.
 Who multiplies float32 matrices on a CPU: MKL, which is torch's choice, or oneDNN, which torch brings as well.
 
 The rule: oneDNN for large ones on a processor with AVX-512 that isn't Intel's, since MKL uses half of its width there.
-Nothing is measured for it, so that all processes on a machine decide alike. Where they differ in the last bits, it is
-by the shapes alone: oneDNN's sums were the same for transposed and strided matrices, and for any number of threads.
+Not for sums over rows, as gradients of weights are, whose operands it copies to turn them. Nothing is measured for it,
+so that all processes on a machine decide alike. Where they differ in the last bits, it is by the shapes alone:
+oneDNN's sums were the same for transposed and strided matrices, and for any number of threads.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .table import Function, Place, placed_torch_op, same_for_all, torch_op
 Tensor = torch.Tensor
 Linear = Callable[..., Tensor]  # of (..., summed), (columns, summed) and, if there is one, a bias of (columns,)
 
-_LEAST = 1 << 21  # multiplications: below that, what it takes to start weighs more
+_LEAST = 1 << 23  # multiplications: below that, what it takes to start weighs more
 _LEAST_ROWS, _LEAST_SUMMED = 8, 64  # for fewer, oneDNN would copy more than it computes
 
 
@@ -112,11 +113,11 @@ def _over_rows(call: OpCall) -> Function | None:
     rows = _rows_of(call)
     if rows is None:
         return None
-    multiply, shape = linear(*rows.sizes, torch_dtype(call.outputs[0].dtype)), call.outputs[0].shape
+    shape = call.outputs[0].shape
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         a, b = rows.matrices(a, b)
-        return (a @ b if multiply is F.linear else multiply(a, b.t())).view(shape)
+        return (a @ b).view(shape)
 
     return product
 
@@ -129,11 +130,6 @@ class _Rows:
     first: tuple[int, int]
     second: tuple[int, int]
     turned: bool
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """The result's rows, what is summed, and the result's columns."""
-        return self.first[1], self.first[0], self.second[1]
 
     def matrices(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The matrices whose product is the result."""
@@ -167,9 +163,8 @@ def added_function(call: OpCall) -> Function | None:
     where torch has no such one, or another library multiplies faster."""
     if len({tensor.dtype for tensor in (*call.inputs, *call.outputs)}) > 1:
         return None
-    dtype = torch_dtype(call.outputs[0].dtype)
     rows = _rows_of(call) if call.name == "einsum" else None
-    if rows is not None and linear(*rows.sizes, dtype) is F.linear:
+    if rows is not None:
         shape, is_matrix = (rows.first[1], rows.second[1]), len(call.outputs[0].shape) == 2
 
         def add(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

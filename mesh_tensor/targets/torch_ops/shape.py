@@ -6,6 +6,9 @@ operators are those of `mesh.` then), data that says otherwise is refused when i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import EllipsisType
+
 import torch
 import torch.nn.functional as F
 
@@ -23,8 +26,8 @@ Tensor = torch.Tensor
 
 @torch_op("reshape", "expand_dims", "squeeze", "flatten", "nn.batch_flatten")
 def _reshape(call: OpCall) -> Function:
-    shape = call.outputs[0].shape
-    return (lambda x: x) if call.inputs[0].shape == shape else lambda x: x.reshape(shape)
+    reshape, shape = torch.reshape, call.outputs[0].shape  # takes two thirds of the method's time
+    return (lambda x: x) if call.inputs[0].shape == shape else lambda x: reshape(x, shape)
 
 
 @torch_op(OF_DEVICE)
@@ -36,13 +39,14 @@ def _of_device(call: OpCall) -> Function:
 @torch_op("permute_dims")
 def _permute_dims(call: OpCall) -> Function:
     dims = tuple(call.axis(d) for d in call.attr("axes", range(call.inputs[0].ndim)[::-1]))
-    return lambda x: x.permute(dims)
+    permute = torch.permute
+    return lambda x: permute(x, dims)
 
 
 @torch_op("broadcast_to")
 def _broadcast_to(call: OpCall) -> Function:
-    shape = call.outputs[0].shape
-    return lambda x: x.expand(shape)
+    broadcast_to, shape = torch.broadcast_to, call.outputs[0].shape
+    return lambda x: broadcast_to(x, shape)
 
 
 @torch_op("collapse_sum_to", "collapse_sum_like")
@@ -150,10 +154,19 @@ def _strided_slice(call: OpCall) -> Function:
                 why=f"of {size} elements TVM takes {call.outputs[0].shape[dim]}",
                 fix="keep the slice's begin before its end, and both within the dim",
             )
-    where = tuple(index)
+    where = _short(index)
     if flipped:
         return lambda x: x.flip(flipped)[where]
     return lambda x: x[where]
+
+
+def _short(index: Sequence[slice]) -> tuple[slice | EllipsisType, ...]:
+    """An index with as few whole dims as the same takes: each costs time."""
+    cut = [dim for dim, taken in enumerate(index) if taken != slice(None)]
+    if not cut:
+        return (...,)
+    until, since = tuple(index[: cut[-1] + 1]), tuple(index[cut[0] :])
+    return (..., *since) if len(since) < len(until) else until
 
 
 def _slice(begin: int, end: int, stride: int, size: int) -> tuple[slice, bool]:

@@ -116,8 +116,41 @@ def computes_otherwise(rank: int) -> str:
     return text
 
 
+class Shows(torch.nn.Module):
+    """Two layers; gives a loss, the second one's weight, and the rows that come in, all of them as views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(rows, 6) -> a number, (36,), (rows, 6, 1)."""
+        return self.second(self.first(x)).square().mean(), self.second.weight.reshape(36), x.unsqueeze(2)
+
+
+def what_is_given_is_the_callers(rank: int) -> None:
+    """Who writes into results, weights or gradients changes nothing else, also on the rank that has all of them."""
+    torch.manual_seed(0)
+    model, x = Shows(), torch.randn(3, 6)
+    module = mt.from_torch(torch.export.export(model, (x,)))
+    for count in (1, 2):
+        run = mt.pipeline(module, TOPOLOGY, ["first"], microbatches=count, train=True, ranks=True)
+        inputs = x.repeat(count, 1)
+        for _ in range(2):
+            results = run(inputs)
+            for found, wanted in zip(results, model(inputs), strict=True):
+                torch.testing.assert_close(found, wanted.detach())
+            given = [*results, *run.weights().values(), *run.gradients().values(), *run.state_dict().values()]
+            assert all(gradient.any() for gradient in run.gradients().values())
+            for tensor in given:
+                tensor.zero_()
+        assert torch.equal(inputs, x.repeat(count, 1))
+        assert all(gradient.any() for gradient in run.gradients().values())
+
+
 def on_three(rank: int) -> dict[str, Any]:
     """All for three ranks, one after the other."""
+    what_is_given_is_the_callers(rank)
     return {
         "uneven": uneven(rank),
         "rule raises": rule_raises_on_one_rank(rank),

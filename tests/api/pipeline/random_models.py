@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 from tvm import relax
 
-from mesh_tensor.pipelining import SCHEDULES
+from mesh_tensor.pipelining import SCHEDULES, Schedule
+from tests.api.pipeline.random_schedules import random_schedule
 
 op = relax.op
 MESHES = [{"d": 1}, {"d": 2}, {"m": 2}, {"d": 2, "m": 2}, {"d": 3}, {"m": 3, "d": 1}]
@@ -245,7 +246,7 @@ class Case:
     meshes: tuple[Any, ...]
     cuts: tuple[int, ...]
     layouts: Any
-    schedule: str
+    schedule: str | Schedule
     microbatches: int
     recompute: bool
     frozen: tuple[str, ...]
@@ -276,8 +277,8 @@ def _layouts(random: Random, model: Model, meshes: list[dict[str, int]]) -> dict
 
 
 def make_case(number: int, ranks: bool = False) -> Case:
-    """The case with this number: a model, a topology, cuts, layouts per mesh, a schedule, what is trained, and what is
-    in which memory. `ranks`: it is run on four ranks."""
+    """The case with this number: a model, a topology, cuts, layouts per mesh, a schedule (every fourth one of no name),
+    what is trained, and what is in which memory. `ranks`: it is run on four ranks."""
     random = Random(f"pipeline {number}")
     meshes, chunks = random.choices(MESHES, k=random.randint(1, 3)), random.randint(1, 2)
     meshes = random.choice(FOUR_DEVICES) if ranks else meshes
@@ -287,13 +288,16 @@ def make_case(number: int, ranks: bool = False) -> Case:
     cuts = sorted(random.sample(range(len(model.operators) - 1), count - 1))
     fitting = [name for name in TRAINING if SCHEDULES[name].any_chunks or SCHEDULES[name].chunks == chunks]
     held = [*(f"v{i}" for i in range(len(model.operators))), *weights]
+    layouts = _layouts(random, model, meshes)
+    schedule, microbatches = random.choice(fitting), random.choice([1, 2, 3, 4, len(meshes), 2 * len(meshes)])
+    own = random_schedule(Random(f"schedule {number}"), len(meshes), count, microbatches)
     return Case(
         model,
         tuple(meshes),
         tuple(cuts),
-        _layouts(random, model, meshes),
-        random.choice(fitting),
-        random.choice([1, 2, 3, 4, len(meshes), 2 * len(meshes)]),
+        layouts,
+        own if number % 4 == 3 else schedule,
+        microbatches,
         random.random() < 0.5,
         tuple(random.sample(weights, random.randint(0, 1))),
         random.choice([None, 0.1]),

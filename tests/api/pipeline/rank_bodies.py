@@ -121,7 +121,7 @@ def momentum(weight: Any, gradient: Any, state: dict[str, Any]) -> Any:
 def writes(rank: int) -> str:
     """Statistics, and what rules keep, are those of the virtual topology bit for bit; a call that raises on one rank,
     after its own actions, leaves all as they were; a state goes to another pipeline. What one rank is told that loads
-    another state."""
+    another state; what is no state on one of them is refused on all."""
     from mesh_tensor.api.pipeline.carriers import RankCarrier
 
     module = mt.from_torch(torch.export.export(Normed(True), batch(4)))
@@ -155,6 +155,9 @@ def writes(rank: int) -> str:
     mt.resume(other.topology)
     after = other.state_dict()
     assert all(torch.equal(torch.as_tensor(state[name]), torch.as_tensor(after[name])) for name in state)
+    text = refusal(lambda: other.load_state_dict(None if rank == 2 else state))  # type: ignore[arg-type]
+    assert "None is no state" in text
+    mt.resume(other.topology)
     bad = {**state, "fcs.0.bias": state["fcs.0.bias"] + (2 if rank == 1 else 1)}
     return refusal(lambda: other.load_state_dict(bad))
 

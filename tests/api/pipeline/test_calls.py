@@ -1,4 +1,6 @@
-"""Pipelines called as their models are: with nested inputs, by name, submodules used twice; and scaled losses."""
+"""Pipelines called as their models are: with nested inputs, by name, submodules used twice; scaled losses, threads."""
+
+import threading
 
 import pytest
 import torch
@@ -7,6 +9,9 @@ from torch.nn import functional as F
 
 import mesh_tensor as mt
 from mesh_tensor import MeshTensorError
+from mesh_tensor.api.pipeline.rows import Row
+
+from .models import Net, batch, imported
 
 TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 1}}
 
@@ -129,3 +134,24 @@ def test_a_rule_keeps_weights_in_float32():
     for name, master in masters.items():
         assert torch.equal(state[f"update.master.{name}"], master)
         assert torch.equal(state[name], master.bfloat16())
+
+
+@pytest.mark.parametrize(("threads", "of_each"), [(1, 1), (2, 1), (4, 2)])
+def test_meshes_share_the_threads_of_torch(monkeypatch, threads, of_each):
+    """A new thread would have as many as there are cores."""
+    run, found = Row.run, set()
+
+    def watched(row, action):
+        found.add((threading.current_thread().name, torch.get_num_threads()))
+        run(row, action)
+
+    pipe = mt.pipeline(imported(Net(), 4), {"m0": {"d": 1}, "m1": {"d": 1}}, ["blocks.1"], microbatches=2, train=True)
+    monkeypatch.setattr(Row, "run", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        pipe(*batch(8))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert found == {("mesh m0", of_each), ("mesh m1", of_each)}

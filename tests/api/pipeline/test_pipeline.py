@@ -36,6 +36,8 @@ def close(got, wanted):
     [
         ({"m0": ["embed", "blocks.0"], "m1": ["blocks.1", "blocks.2"]}, ["m0", "m1"]),
         ({"m1": ["embed"], "m0": ["blocks.*"]}, ["m1", "m0"]),
+        ({"m0": ["embed", "blocks.0"], "m1": ["blocks.*"]}, ["m0", "m1"]),
+        ({"m0": ["blocks.1.fc"], "m1": ["*"]}, ["m0", "m1"]),
         (["blocks.1.fc"], ["m0", "m1"]),
         (["embed", "blocks.0", "blocks.1"], ["m0", "m1", "m0", "m1"]),
         ({"embed": "m0", "blocks.2": "m1"}, ["m0", "m1"]),

@@ -74,6 +74,22 @@ def test_what_is_held_is_freed_as_the_schedule_says(model, module):
     assert made["recompute"]["m0"] < made["1f1b"]["m0"] / 10
 
 
+@pytest.mark.parametrize(("schedule", "live"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [6] * 4), ("zb-h1", [4] * 4)])
+def test_four_meshes_hold_as_many_microbatches_as_the_schedule_says(schedule, live):
+    module, weights = chain(layers=5)
+    topology = {f"m{i}": {"d": 1} for i in range(4)}
+    cuts = ["layer0", "layer1", "layer2"]
+    run = mt.pipeline(module, topology, cuts, microbatches=6, schedule=schedule, train=True)
+    x, y = torch.randn(18, 6), torch.randn(18, 6)
+    torch.testing.assert_close(run(x, y), chain_loss(weights, x, y))
+    assert list(run.peak_microbatches.values()) == live
+    one = mt.pipeline(module, topology, cuts, microbatches=1, schedule=schedule, train=True)
+    one(x[:3], y[:3])
+    sizes = [run.peak_bytes[mesh] / one.peak_bytes[mesh] for mesh in topology]
+    assert all(size <= count for size, count in zip(sizes, live, strict=True))
+    assert sizes[0] > live[0] - 1
+
+
 def test_a_pipeline_trains_again_and_again(model, module):
     """What is left of one call has no influence on the next."""
     run = mt.pipeline(module, TOPOLOGY, ["blocks.0"], LAYOUTS, microbatches=4, schedule="zb-h1", train=True)

@@ -42,16 +42,16 @@ def torch_single_rows(kind, p, m):
     return tuple(rows)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "chunks"),
-    [
-        ("interleaved", "ScheduleInterleaved1F1B", (1, 2, 3)),
-        ("looped-bfs", "ScheduleLoopedBFS", (1, 2, 3)),
-        ("zb-h1", "ScheduleInterleavedZeroBubble", (1, 2, 3)),
-        ("zbv", "ScheduleZBVZeroBubble", (2,)),
-        ("dualpipev", "ScheduleDualPipeV", (2,)),
-    ],
-)
+SEVERAL = [
+    ("interleaved", "ScheduleInterleaved1F1B", (1, 2, 3)),
+    ("looped-bfs", "ScheduleLoopedBFS", (1, 2, 3)),
+    ("zb-h1", "ScheduleInterleavedZeroBubble", (1, 2, 3)),
+    ("zbv", "ScheduleZBVZeroBubble", (2,)),
+    ("dualpipev", "ScheduleDualPipeV", (2,)),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "chunks"), SEVERAL)
 def test_orders_with_several_stages_per_rank_are_torch_s(name, kind, chunks):
     kind, compared = getattr(torch_schedules, kind), 0
     for p, m in SIZES:
@@ -77,18 +77,21 @@ def test_orders_with_a_stage_per_rank_are_what_torch_runs(name, kind):
             assert Schedule.named(name, p, m).rows == torch_single_rows(getattr(torch_schedules, kind), p, m), (p, m)
 
 
-def test_torch_reads_our_csv_and_we_read_what_torch_writes(tmp_path):
-    stages = [MagicMock(spec=_PipelineStageBase, stage_index=c * 2, submod=None, has_backward=True) for c in range(2)]
+@pytest.mark.parametrize(("name", "kind", "chunks"), SEVERAL)
+def test_torch_reads_our_csv_and_we_read_what_torch_writes(name, kind, chunks, tmp_path):
+    """What is computed alone, and with what is sent and gathered."""
+    p, m, v = 2, 6, chunks[-1]
+    stages = [MagicMock(spec=_PipelineStageBase, stage_index=c * p, submod=None, has_backward=True) for c in range(v)]
     for stage in stages:
-        stage.configure_mock(group_size=2, num_stages=4, group_rank=0)
-    theirs = torch_schedules.ScheduleDualPipeV(stages, 6, loss_fn=lambda *args: None)
+        stage.configure_mock(group_size=p, num_stages=p * v, group_rank=0)
+    theirs = getattr(torch_schedules, kind)(stages, m, loss_fn=lambda *args: None)
+    ours = Schedule.named(name, p, m, v)
     for form in ("compute_only", "compute_comms"):
         theirs._dump_csv(tmp_path / f"{form}.csv", form)
         read = Schedule.from_csv((tmp_path / f"{form}.csv").read_text())
-        check_schedule(read, meshes=2, stages=4, microbatches=6)
-        assert read.rows == Schedule.named("dualpipev", 2, 6).rows
+        check_schedule(read, meshes=p, stages=p * v, microbatches=m)
+        assert read.rows == ours.rows
 
-    ours = Schedule.named("zbv", 2, 6)
     (tmp_path / "ours.csv").write_text(ours.to_csv(), newline="")
     theirs._load_csv(tmp_path / "ours.csv")
     found = [

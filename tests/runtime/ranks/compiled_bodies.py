@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._inductor import config as inductor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -57,6 +58,7 @@ def uneven_columns(rank):
     a, b = torch.randn(7, 7), torch.randn(7, 7)
     part = b[:, mine].contiguous()
     torch.library.opcheck(torch.ops.mesh_tensor.uneven_columns.default, (a, part))
+    inductor.compile_threads = 1  # each is a process, which takes longer to start than there is to compile
     model = torch.compile(lambda x, w: torch.relu(op(x + 1, w)) * 2, fullgraph=True)
     expected = torch.relu((a + 1) @ b) * 2
     torch.testing.assert_close(model(a, part), expected[:, mine], rtol=1e-4, atol=1e-4)

@@ -144,8 +144,9 @@ def same_as_virtual(ranks: Ranks, source: MeshTensor, dst: Sharding, in_place: b
     change(src, out)
     mine = out[tuple(slice(0, size) for size in dst.valid_extent(source.shape, ranks.rank))]
     wanted = expected.tile(ranks.rank)
-    words = f"{source.sharding} -> {dst}, {source.shape} {source.dtype}: {mine} is not {wanted}"
-    assert torch.equal(bits(mine), bits(wanted)), words
+    assert torch.equal(bits(mine), bits(wanted)), (
+        f"{source.sharding} -> {dst}, {source.shape} {source.dtype}: {mine} is not {wanted}"
+    )
     assert in_place or torch.equal(bits(src), bits(before)), f"{source.sharding} -> {dst}: the source was written"
 
 

@@ -36,8 +36,8 @@ def k_split_matmul(rank):
     torch.testing.assert_close(c.full_tensor(), a @ b, rtol=1e-4, atol=1e-4)
 
 
-def mlp_of_two(rank):
-    """What the example prints where torchrun started two ranks."""
+def mlp_of_ranks(rank):
+    """What the example prints where torchrun started these ranks."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         for sizes in mlp.meshes_of(torch.distributed.get_world_size()):
             mlp.demonstrate_on_ranks(sizes)
@@ -68,11 +68,9 @@ def _all(results):
     return results if isinstance(results, (list, tuple)) else [results]
 
 
-def sample_of_the_sweep(rank, sizes, step):
-    """Kernels of the library, at sizes that don't divide: DTensors of any placement in, the annotated ones out."""
-    axes = AXES[: len(sizes)]
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(axes))
-    ran = 0
+def points_of_the_sweep(sizes, step):
+    """Kernels of the library, at sizes that don't divide: each with its arguments, and what they are on one process."""
+    axes, made = AXES[: len(sizes)], []
     for turn, (name, case) in enumerate(list(KERNELS.items())[::step]):
         problem = case.sizes[turn % len(case.sizes)]
         func, inputs = case.build(**problem), case.make_inputs(problem)
@@ -87,16 +85,20 @@ def sample_of_the_sweep(rank, sizes, step):
                 kern(*expected.values())
             except mt.MeshTensorError:
                 continue  # refused everywhere
-            layouts = {
-                key: any_placements(turn + i, len(sizes), t.ndim) for i, (key, t) in enumerate(arguments.items())
-            }
-            given = {key: distribute_tensor(t.clone(), mesh, layouts[key]) for key, t in arguments.items()}
-            kern(*given.values())
-            for key, tensor in given.items():
-                full = tensor.full_tensor()
-                assert torch.equal(pure(full), pure(expected[key])), f"{point.arguments}, {key}: {layouts[key]}"
-            ran += 1
-    return ran
+            made.append((point.arguments, turn, kern, arguments, expected))
+    return made
+
+
+def sample_of_the_sweep(rank, made, sizes):
+    """DTensors of any placement in, the annotated ones out."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(AXES[: len(sizes)]))
+    for name, turn, kern, arguments, expected in made:
+        layouts = {key: any_placements(turn + i, len(sizes), t.ndim) for i, (key, t) in enumerate(arguments.items())}
+        given = {key: distribute_tensor(t.clone(), mesh, layouts[key]) for key, t in arguments.items()}
+        kern(*given.values())
+        for key, tensor in given.items():
+            assert torch.equal(pure(tensor.full_tensor()), pure(expected[key])), f"{name}, {key}: {layouts[key]}"
+    return len(made)
 
 
 def any_placements(turn, axes, ndim):

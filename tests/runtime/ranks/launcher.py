@@ -8,11 +8,14 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -37,20 +40,30 @@ _context.set_forkserver_preload(
         "tests.runtime.ranks.exchange_bodies",
         "tests.runtime.ranks.module_bodies",  # the modules that it parses, once for all ranks
         "tests.runtime.ranks.training_bodies",
+        "tests.runtime.ranks.warm",
     ]
 )
 
 
-def run(body: Callable[[int], Any], count: int, *, timeout: float = TIMEOUT, group: bool = True) -> list[Any]:
+def run(
+    body: Callable[..., Any],
+    count: int,
+    *,
+    timeout: float = TIMEOUT,
+    group: bool = True,
+    before: Callable[[], Any] | None = None,
+) -> list[Any]:
     """What `body(rank)` returns on each of `count` ranks. Fails with the tracebacks of the ranks that raise, and if any
-    rank does not end. A rank that leaves without a word counts as None."""
+    rank does not end. A rank that leaves without a word counts as None. `before` makes what is the same on all ranks,
+    in a process that they are forked from: it may not start threads, and `body(rank, made)` takes what it returns."""
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder, "store"))
+        world = _World(count, str(Path(folder, "store")), timeout, group)
         pipes = [_context.Pipe() for _ in range(count)]
-        processes = [
-            _context.Process(target=_rank, args=(body, rank, count, store, timeout, group, pipes[rank][1]), daemon=True)
-            for rank in range(count)
-        ]
+        senders = [sender for _, sender in pipes]
+        calls = [(_rank, (body, rank, world, sender)) for rank, sender in enumerate(senders)]
+        if before is not None:
+            calls = [(_ranks, (body, before, world, senders))]
+        processes = [_context.Process(target=target, args=args, daemon=True) for target, args in calls]
         for process in processes:
             process.start()
         for _, sender in pipes:
@@ -63,7 +76,7 @@ def run(body: Callable[[int], Any], count: int, *, timeout: float = TIMEOUT, gro
             for process in processes:
                 process.join(5)
                 if process.is_alive():
-                    process.kill()
+                    process.kill() if before is None else os.killpg(process.pid, signal.SIGKILL)
     failures = [f"--- rank {rank} ---\n{text}" for rank, (kind, text) in enumerate(outcomes) if kind == "failed"]
     if failures:
         pytest.fail("\n".join(failures), pytrace=False)
@@ -91,20 +104,50 @@ def _collect(receivers: list[Connection]) -> list[tuple[str, Any]]:
     return [outcomes[rank] for rank in range(len(receivers))]
 
 
-def _rank(
-    body: Callable[[int], Any], rank: int, count: int, store: str, timeout: float, group: bool, sender: Connection
-) -> None:
+@dataclass(frozen=True)
+class _World:
+    """How many ranks there are, the file where they meet, and the process group's timeout, if there is to be one."""
+
+    count: int
+    store: str
+    timeout: float
+    group: bool
+
+
+def _ranks(body: Callable[..., Any], before: Callable[[], Any], world: _World, senders: list[Connection]) -> None:
+    """Fork the ranks when what they share is made."""
+    os.setpgid(0, 0)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        made = before()
+    except BaseException:
+        for sender in senders:
+            sender.send(("failed", traceback.format_exc()))
+        return
+    for rank, sender in enumerate(senders):
+        if os.fork() == 0:
+            for other in senders:
+                if other is not sender:
+                    other.close()
+            _rank(partial(body, made=made), rank, world, sender)
+    for sender in senders:
+        sender.close()
+    for _ in senders:
+        os.wait()
+
+
+def _rank(body: Callable[[int], Any], rank: int, world: _World, sender: Connection) -> None:
     gc.freeze()  # what the fork server has imported
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist = torch.distributed
     try:
-        if group:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT)
-            )
+        if world.group:
+            meet = {"init_method": f"file://{world.store}", "timeout": timedelta(seconds=TIMEOUT)}
+            dist.init_process_group("gloo", rank=rank, world_size=world.count, **meet)
             dist.barrier()  # ranks may start seconds apart
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=world.timeout))
         outcome = ("done", body(rank))
     except BaseException:
         outcome = ("failed", traceback.format_exc())

@@ -27,12 +27,9 @@ from tests.random_modules.strategy import make_case
 from .support import pure, refusal
 
 
-def random_modules(rank, sizes, numbers):
-    """Modules on a mesh of these sizes: global tensors, then DTensors of any placement; bit for bit as on the virtual
-    mesh. How many ran."""
-    axes = ("x", "y")[: len(sizes)]
-    device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
-    ran = 0
+def modules_of(sizes, numbers):
+    """Random modules on a virtual mesh of these sizes, each with what it is called with."""
+    made = []
     for number in numbers:
         case = make_case(number)
         if tuple(case.mesh.values()) != sizes:
@@ -41,15 +38,21 @@ def random_modules(rank, sizes, numbers):
         data = make_data(case)
         weights = {name: data[name] for name in case.weights}
         inputs = [tensor for name, tensor in data.items() if name not in weights]
-        expected = flat(mt.distribute_module(mod, case.mesh, weights=weights)(*inputs))
-        run = mt.distribute_module(mod, device_mesh, weights=weights)
+        made.append((number, mod, weights, inputs, mt.distribute_module(mod, case.mesh, weights=weights)))
+    return made
+
+
+def random_modules(rank, made, sizes):
+    """Global tensors, then DTensors of any placement; bit for bit as on the virtual mesh. How many ran."""
+    device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("x", "y")[: len(sizes)])
+    for number, mod, weights, inputs, virtual in made:
+        expected, run = flat(virtual(*inputs)), mt.distribute_module(mod, device_mesh, weights=weights)
         for _ in range(2):
             _same_bits(flat(run(*inputs)), expected, number)
         if inputs:
             given = [distribute_tensor(t, device_mesh, _placements(number + i, t, sizes)) for i, t in enumerate(inputs)]
             _same_bits(_full(run(*given)), expected, number)
-        ran += 1
-    return ran
+    return len(made)
 
 
 def sub_axes(rank, size):

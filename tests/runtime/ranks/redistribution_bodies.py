@@ -23,27 +23,37 @@ from tests.runtime.reference import layouts, scatter, shardings
 
 from .support import in_a_call, pure, refusal
 
+Pair = tuple[int, mt.MeshTensor, mt.MeshTensor]
 
-def every_pair(rank: int, sizes: dict[str, int], shapes: list[tuple[int, ...]], step: int = 1) -> None:
-    """The tiles of a redistribution's plan; every 11th pair by way of DTensors, too."""
-    ranks = in_a_call(ranks_of(Mesh(sizes), None, "cpu"))
+
+def pairs(sizes: dict[str, int], shapes: list[tuple[int, ...]], step: int = 1) -> list[Pair]:
+    """Numbered, tensors in every layout, and in every other one."""
+    mesh, made = Mesh(sizes), list[Pair]()
     for shape in shapes:
-        every = layouts(ranks.mesh, len(shape))
+        every = layouts(mesh, len(shape))
         tensor = torch.randn(shape)
         sources = {src: scatter(tensor, src)[0] for src in every}
         for number, (src, dst) in enumerate(list(itertools.product(every, every))[::step]):
-            source = sources[src]
-            expected = source.redistribute(dst).tile(rank)
-            tile = source.padded_tile(rank).clone()
-            made = RankRedistribution(shape, tensor.dtype, src, dst, ranks)(tile)
-            mine = made[tuple(slice(0, size) for size in expected.shape)]
-            assert torch.equal(pure(mine), pure(expected)), f"{shape}, {src} -> {dst}: {mine} is not {expected}"
-            assert torch.equal(pure(tile), pure(source.padded_tile(rank))), f"{src} -> {dst}: the source was written"
-            if number % 11 == 0 and lies_like_torch(src, shape):
-                result = mt.redistribute(mt.to_dtensor(source, ranks.device_mesh), dst)
-                assert (result.shape, result.placements) == (shape, mt.to_placements(dst))
-                if lies_like_torch(dst, shape):
-                    assert torch.equal(pure(result.to_local()), pure(expected)), f"{shape}, {src} -> {dst}"
+            made.append((number, sources[src], sources[src].redistribute(dst)))
+    return made
+
+
+def every_pair(rank: int, made: list[Pair], sizes: dict[str, int]) -> None:
+    """The tiles of a redistribution's plan; every 11th pair by way of DTensors, too."""
+    ranks = in_a_call(ranks_of(Mesh(sizes), None, "cpu"))
+    for number, source, redistributed in made:
+        shape, src, dst = source.shape, source.sharding, redistributed.sharding
+        expected = redistributed.tile(rank)
+        tile = source.padded_tile(rank).clone()
+        new = RankRedistribution(shape, source.dtype, src, dst, ranks)(tile)
+        mine = new[tuple(slice(0, size) for size in expected.shape)]
+        assert torch.equal(pure(mine), pure(expected)), f"{shape}, {src} -> {dst}: {mine} is not {expected}"
+        assert torch.equal(pure(tile), pure(source.padded_tile(rank))), f"{src} -> {dst}: the source was written"
+        if number % 11 == 0 and lies_like_torch(src, shape):
+            result = mt.redistribute(mt.to_dtensor(source, ranks.device_mesh), dst)
+            assert (result.shape, result.placements) == (shape, mt.to_placements(dst))
+            if lies_like_torch(dst, shape):
+                assert torch.equal(pure(result.to_local()), pure(expected)), f"{shape}, {src} -> {dst}"
 
 
 def layouts_that_torch_splits_otherwise(rank: int) -> None:

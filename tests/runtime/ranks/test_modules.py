@@ -1,5 +1,6 @@
 """Modules on ranks: random ones and a model, bit for bit as on the virtual mesh."""
 
+import math
 from functools import partial
 
 import pytest
@@ -11,7 +12,8 @@ from .launcher import run
 
 @pytest.mark.parametrize(("sizes", "least"), [((2,), 15), ((2, 2), 8)])
 def test_random_modules(sizes, least):
-    ran = run(partial(bodies.random_modules, sizes=sizes, numbers=range(120)), 2 if sizes == (2,) else 4)
+    before = partial(bodies.modules_of, sizes, range(120))
+    ran = run(partial(bodies.random_modules, sizes=sizes), math.prod(sizes), before=before)
     assert min(ran) >= least
 
 

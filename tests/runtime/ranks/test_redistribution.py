@@ -13,14 +13,19 @@ EVEN, UNEVEN = [(12,), (8, 4), (4, 8, 4)], [(7,), (5, 3), (3, 5, 2)]
 
 @pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 4}], ids=str)
 def test_every_pair_of_layouts(mesh):
-    run(partial(bodies.every_pair, sizes=mesh, shapes=EVEN + UNEVEN), math.prod(mesh.values()))
+    _check(mesh, EVEN + UNEVEN)
 
 
 @pytest.mark.parametrize("shapes", [EVEN, UNEVEN], ids=["even", "uneven"])
 def test_pairs_on_two_axes(shapes):
     mesh = {"x": 2, "y": 2}
-    run(partial(bodies.every_pair, sizes=mesh, shapes=shapes[:2]), 4)
-    run(partial(bodies.every_pair, sizes=mesh, shapes=shapes[2:], step=5), 4)
+    _check(mesh, shapes[:2])
+    _check(mesh, shapes[2:], step=5)
+
+
+def _check(mesh, shapes, step=1):
+    before = partial(bodies.pairs, mesh, shapes, step)
+    run(partial(bodies.every_pair, sizes=mesh), math.prod(mesh.values()), before=before)
 
 
 @pytest.mark.parametrize("body", [bodies.ways_to_call, bodies.refusals], ids=lambda body: body.__name__)

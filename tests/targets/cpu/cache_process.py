@@ -1,6 +1,9 @@
 """`python -m tests.targets.cpu.cache_process 2.0 3.0` compiles kernels, and prints the sums of what they compute."""
 
+import os
 import sys
+import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -10,13 +13,19 @@ from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 from .kernels import dynamic_scale
 
 
-def main() -> None:
-    """Of ones."""
+def total(factor: float) -> float:
+    """Of ones, scaled."""
     x, y = torch.ones(5, 7), torch.empty(5, 7)
-    for factor in sys.argv[1:]:
-        compile_for_cpu(dynamic_scale(float(factor)))(x, y)
-        print(y.sum().item())
+    compile_for_cpu(dynamic_scale(factor))(x, y)
+    return y.sum().item()
+
+
+def totals_in(environment: dict[str, str], factors: Sequence[float], _: int) -> list[float]:
+    """The same in a process of its own, with this environment."""
+    os.environ.update(environment)
+    warnings.simplefilter("error", UserWarning)
+    return [total(factor) for factor in factors]
 
 
 if __name__ == "__main__":
-    main()
+    print(*[total(float(factor)) for factor in sys.argv[1:]])

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
+from functools import partial
 
 import pytest
 import tilelang
@@ -20,10 +20,10 @@ from mesh_tensor.targets.cpu import cache as cpu_cache
 from mesh_tensor.targets.cpu.build import compiler_stamp
 from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 from tests.corrupt.mutations import mutated_bytes
+from tests.runtime.ranks.launcher import run
 
+from .cache_process import totals_in
 from .kernels import dynamic_scale
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -136,13 +136,18 @@ DAMAGE = [
 ]
 
 
+def totals(folder, *factors, count=1, **environment):
+    """What processes compute at once that keep their kernels in a folder."""
+    return run(partial(totals_in, {CACHE_VARIABLE: str(folder), **environment}, factors), count, group=False)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A cache that another process has filled, with a kernel for each damage: this process has loaded none of them, and
     a system does not load twice what lies at one path."""
     folder = tmp_path_factory.mktemp("made")
-    factors = [str(100.0 + index) for index in range(len(DAMAGE) + 1)]
-    assert result_of(run_process(*factors, **{CACHE_VARIABLE: str(folder)})) == 35 * float(factors[-1])
+    factors = [100.0 + index for index in range(len(DAMAGE) + 1)]
+    assert totals(folder, *factors) == [[35 * factor for factor in factors]]
     return folder
 
 
@@ -188,24 +193,10 @@ def test_many_threads_compile_the_same_kernel_at_once(cache):
     assert only_entry(cache).is_dir()
 
 
-def run_process(*factors, **environment):
-    command = [sys.executable, "-m", "tests.targets.cpu.cache_process", *map(str, factors)]
-    environment = {**os.environ, "PYTHONWARNINGS": "error::UserWarning", **environment}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def result_of(process):
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return float(out.splitlines()[-1])
-
-
 def test_processes_compile_the_same_at_once_and_a_warm_cache_needs_no_compiler(cache):
-    assert [result_of(process) for process in [run_process(2.0), run_process(2.0)]] == [70.0, 70.0]
+    assert totals(cache.parent, 2.0, count=2) == [[70.0], [70.0]]
     assert only_entry(cache).is_dir()
-    assert result_of(run_process(2.0, CXX="/nonexistent/g++")) == 70.0
+    assert totals(cache.parent, 2.0, CXX="/nonexistent/g++") == [[70.0]]
 
 
 def test_without_a_cache_nothing_is_kept(cache, monkeypatch):

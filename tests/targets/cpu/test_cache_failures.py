@@ -1,6 +1,10 @@
 """Where compiled kernels can't be kept, that is said once, and kernels run all the same."""
 
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +15,8 @@ from mesh_tensor.targets.cpu import cache as cpu_cache
 from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 
 from .kernels import dynamic_scale
-from .test_cache import run_process
+
+ROOT = Path(__file__).parents[3]
 
 
 def scaled(factor):
@@ -86,8 +91,16 @@ def test_a_home_that_can_not_be_written(tmp_path, monkeypatch):
     """TileLang's own cache is below HOME, too. What is read from the environment is read by another process."""
     (tmp_path / "file").write_text("")
     monkeypatch.delenv(CACHE_VARIABLE, raising=False)
-    process = run_process(2.0, 3.0, HOME=str(tmp_path / "file" / "home"), PYTHONWARNINGS="default")
-    out, err = process.communicate(timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.targets.cpu.cache_process", "2.0", "3.0"],
+        cwd=ROOT,
+        env={**os.environ, "HOME": str(tmp_path / "file" / "home"), "PYTHONWARNINGS": "default"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    out, err = ended.stdout, ended.stderr
     assert out.split() == ["70.0", "105.0"], err
     assert err.count("compiled kernels can't be kept in") == 1
     assert f"{tmp_path / 'file' / 'home' / '.tilelang' / 'cache'} (Not a directory)" in err

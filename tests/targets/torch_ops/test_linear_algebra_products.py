@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from mesh_tensor.targets.torch_ops import linear_algebra as products
 
-SIZES = [(64, 256, 128), (8, 1024, 256), (200, 333, 77)]
+SIZES = [(64, 512, 256), (8, 4096, 256), (200, 333, 127)]
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def test_products_are_right_whatever_the_strides(chosen, rows, summed, columns):
     ("rows", "summed", "columns", "dtype"),
     [
         (1, 4096, 4096, torch.float32),
-        (512, 16, 512, torch.float32),
-        (16, 64, 64, torch.float32),
+        (512, 16, 2048, torch.float32),
+        (64, 256, 128, torch.float32),
         (512, 512, 512, torch.float64),
     ],
 )
@@ -49,10 +49,10 @@ def test_torch_multiplies_what_is_small_thin_or_no_float32(chosen, rows, summed,
 
 
 def test_gradients_are_torchs(chosen):
-    x, weight = torch.randn(64, 256, requires_grad=True), torch.randn(128, 256, requires_grad=True)
-    made = torch.autograd.grad(chosen(64, 256, 128)(x, weight).sum(), (x, weight))
+    x, weight = torch.randn(64, 512, requires_grad=True), torch.randn(256, 512, requires_grad=True)
+    made = torch.autograd.grad(chosen(64, 512, 256)(x, weight).sum(), (x, weight))
     expected = torch.autograd.grad(F.linear(x, weight).sum(), (x, weight))
     for one, other in zip(made, expected, strict=True):
         torch.testing.assert_close(one, other)
     with torch.no_grad():
-        assert not chosen(64, 256, 128)(x, weight).requires_grad
+        assert not chosen(64, 512, 256)(x, weight).requires_grad

@@ -4,7 +4,7 @@ import pytest
 from tvm import ir, tirx
 
 import mesh_tensor as mt
-from mesh_tensor.tir.tile_ops import parse_tile_op
+from mesh_tensor.tir.tile_calls import parse_tile_op
 
 
 @pytest.mark.parametrize("name", ["copy", "fill", "gemm", "reduce", "atomicadd", "cumsum", "transpose"])
