@@ -9,7 +9,7 @@ though each of its factors is, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from tvm import tirx
@@ -25,7 +25,7 @@ from .reader import known_uses
 from .statements import Access, Kernel, Statement, without_binds
 
 #: A product of blocks, and the accesses to these.
-Products = Mapping[Statement, tuple[Access, ...]]
+Products = dict[Statement, tuple[Access, ...]]
 
 
 def dims_of_rows(kernel: Kernel, dims: Sequence[Dim]) -> list[tuple[Dim, Dim]]:
@@ -34,15 +34,15 @@ def dims_of_rows(kernel: Kernel, dims: Sequence[Dim]) -> list[tuple[Dim, Dim]]:
     for pair in combinations(dims, 2):
         (one, at), (other, of) = pair
         sizes = kernel.params[one].shape[at], kernel.params[other].shape[of]
-        uses = [(s, access, dim) for param, dim in pair for s, access in known_uses(kernel, kernel.params[param])]
-        if one != other and same_expression(*sizes) and any(s.tile_op is None for s, *_ in uses):
-            found.append((pair, uses))
-    return [pair for pair, uses in found if len(uses) == 2 and _may_meet(kernel, uses)]
+        uses = [statement for name in (one, other) for statement, _ in known_uses(kernel, kernel.params[name])]
+        if one != other and same_expression(*sizes) and len(uses) == 2 and _may_meet(kernel, uses):
+            found.append(pair)
+    return found
 
 
-def _may_meet(kernel: Kernel, uses: Sequence[Use]) -> bool:
-    """Whether a product reads what both of two statements write."""
-    targets = [statement.target.buffer for statement, *_ in uses if statement.write is not None]
+def _may_meet(kernel: Kernel, statements: Sequence[Statement]) -> bool:
+    """Whether a product reads what all of the statements write."""
+    targets = [statement.target.buffer for statement in statements if statement.write is not None]
     products = (s for s in kernel.statements if isinstance(s.tile_op, Gemm))
     return any(all(any(a.buffer.same_as(t) for a in s.reads) for t in targets) for s in products)
 
