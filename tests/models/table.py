@@ -64,7 +64,8 @@ def _row(wide: Outcome, narrow: Outcome | None) -> tuple[str, ...]:
 
 
 def _plain(text: str) -> str:
-    return text.split(" | ")[0].replace("|", "/")[:160]
+    said = [line for line in text.split(" | ") if not line.endswith("problems:")]
+    return said[0].removeprefix("- ").replace("|", "/")[:160]
 
 
 def _totals(wide: list[Outcome], narrow: list[Outcome]) -> str:
