@@ -205,6 +205,7 @@ def _stops(strings: str | Sequence[str], tokenizer: Any) -> Callable[..., Any]:
             fix="install transformers, or pass stopping_criteria",
         )
     try:
-        return StopStringCriteria(tokenizer=tokenizer, stop_strings=strings if isinstance(strings, str) else [*strings])
+        texts = strings if isinstance(strings, str) else [*strings]
+        return StopStringCriteria(tokenizer=tokenizer, stop_strings=texts)
     except Exception as error:  # whatever it finds in the tokenizer's vocabulary
         refuse(f"stop_strings {shown(strings)}: {words_of(error)}", where="generate", fix="pass stopping_criteria")

@@ -25,12 +25,14 @@ from mesh_tensor.targets.dtypes import torch_dtype
 
 from .imported import ImportedModule, identifiers, refuse_differences
 from .onnx_converters import convert, opset_of
+from .onnx_nodes import Facts
 from .onnx_recurrent import CELLS
-from .onnx_rewrites import REWRITES, Facts, rewritten
+from .onnx_rewrites import REWRITES, rewritten
 from .onnx_sizes import check_sizes, fold, inferred, settle_names, sizes_of
 
 _WHOLE = {6, 7}  # onnx.TensorProto's int32 and int64
 _FEW = 64
+_SCALED = ("Resize", "Upsample")
 _OTHERS = ("com.microsoft",)  # domains with operators that TVM's importer knows, by their names alone
 
 
@@ -128,10 +130,13 @@ def _settle(onnx: Any, model: Any, shapes: Mapping[str, Sequence[int]]) -> None:
     to know; and write some operators as it reads them."""
     graph, opset = model.graph, opset_of(model)
     results = {value.name for value in graph.output}
+    scales = {name for node in graph.node if node.op_type in _SCALED for name in node.input[1:]}
     small = [
         tensor
         for tensor in graph.initializer
-        if tensor.data_type in _WHOLE and len(tensor.dims) < 2 and math.prod(tensor.dims) <= _FEW
+        if (tensor.data_type in _WHOLE or tensor.name in scales)
+        and len(tensor.dims) < 2
+        and math.prod(tensor.dims) <= _FEW
     ]
     settled = {tensor.name: tensor for tensor in small if tensor.name not in results}
     for values in (graph.initializer, graph.input):

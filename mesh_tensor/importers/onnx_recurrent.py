@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from mesh_tensor.base.errors import refuse
 
 _MOST_STEPS = 4096
+_INT64, _BOOL = 7, 9  # onnx.TensorProto's
 # The position of what is the same for all of them among the operands.
 _LENGTHS, _FIRST, _FIRST_CELL, _PEEPHOLES = 4, 5, 6, 7
 
@@ -17,45 +20,46 @@ _LENGTHS, _FIRST, _FIRST_CELL, _PEEPHOLES = 4, 5, 6, 7
 @dataclass(frozen=True)
 class _Cell:
     """A recurrent operator: how many gates its weights are made of, how many states it hands on, and what its
-    activations are. `others`: whether each direction may have another one of these instead of its only one."""
+    activations are, unless it says others."""
 
     gates: int
     states: int
     usual: tuple[str, ...]
-    others: tuple[str, ...] = ()
 
 
 CELLS = {
     "LSTM": _Cell(4, 2, ("Sigmoid", "Tanh", "Tanh")),
     "GRU": _Cell(3, 1, ("Sigmoid", "Tanh")),
-    "RNN": _Cell(1, 1, ("Tanh",), ("Tanh", "Relu", "Sigmoid")),
+    "RNN": _Cell(1, 1, ("Tanh",)),
 }
+# Operators by themselves; those of the second line have numbers of their own, which are the operators' usual ones here.
+_PLAIN = frozenset({"Relu", "Sigmoid", "Softplus", "Softsign", "Tanh"})
+_WITH_NUMBERS = frozenset({"Elu", "HardSigmoid", "LeakyRelu", "ThresholdedRelu"})
 
 
-def recurrent_nodes(onnx: Any, node: Any, shape: Sequence[int | str] | None) -> list[Any]:
-    """The nodes that an LSTM, GRU or RNN is made of. `shape`: that of what it takes, (positions, batch, features).
+def recurrent_nodes(onnx: Any, node: Any, shape: Sequence[int | str] | None, dtype: Any) -> list[Any]:
+    """The nodes that an LSTM, GRU or RNN is made of. `shape`: that of what it takes, (positions, batch, features);
+    `dtype`: numpy's of it.
 
     Raises:
         MeshTensorError: the number of positions is open, or an option that is not known here; all are named.
     """
-    cell = CELLS[node.op_type]
     options = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
     direction = options.get("direction", b"forward").decode()
     names = [*node.input, *[""] * (8 - len(node.input))]
     both = ("forward", "reverse") if direction == "bidirectional" else (direction,)
+    each = CELLS[node.op_type].usual
+    activations = tuple([text.decode() for text in options.get("activations", ())]) or each * len(both)
     problems = []
     if shape is None or not isinstance(shape[0], int) or shape[0] > _MOST_STEPS:
         problems.append(f"the number of positions is {'unknown' if shape is None else shape[0]}")
-    activations = [text.decode() for text in options.get("activations", ())] or [*cell.usual] * len(both)
-    known = len(activations) == len(both) and set(activations) <= {*cell.others}
-    if activations != [*cell.usual] * len(both) and not known:
-        problems.append(f"its activations are {activations}")
+    scaled = any(options.get(f"activation_{name}") for name in ("alpha", "beta"))
+    known = _PLAIN if scaled else _PLAIN | _WITH_NUMBERS
+    if len(activations) != len(each) * len(both) or not known.issuperset(activations):
+        problems.append(f"its activations are {[*activations]}{', with numbers' * scaled}")
     if "hidden_size" not in options:
         problems.append("it does not say its hidden_size")
-    problems += [f"it has the option {name!r}" for name in ("clip", "input_forget", "layout") if options.get(name)]
-    problems += [
-        f"it has {what}" for at, what in ((_LENGTHS, "lengths of sequences"), (_PEEPHOLES, "peepholes")) if names[at]
-    ]
+    problems += [f"it has the option {name!r}" for name in ("clip", "layout") if options.get(name)]
     if problems:
         refuse(
             problems,
@@ -64,32 +68,38 @@ def recurrent_nodes(onnx: Any, node: Any, shape: Sequence[int | str] | None) -> 
         )
     assert shape is not None
     assert isinstance(shape[0], int)
-    inner = bool(options.get("linear_before_reset", 0))
-    maker = _Maker(onnx, next(name for name in node.output if name), int(options["hidden_size"]), node.op_type, inner)
-    made = [maker.direction(names, number, way, shape[0], activations) for number, way in enumerate(both)]
-    for name, parts, axis in zip(node.output, zip(*made, strict=True), (1, 0, 0), strict=False):
+    first = next(name for name in node.output if name)
+    maker = _Maker(onnx, first, int(options["hidden_size"]), node.op_type, options, dtype)
+    parts = [activations[at : at + len(each)] for at in range(0, len(activations), len(each))]
+    made = [maker.direction(names, number, way, shape[0], parts[number]) for number, way in enumerate(both)]
+    for name, of_both, axis in zip(node.output, zip(*made, strict=True), (1, 0, 0), strict=False):
         if name:
-            maker.emit("Concat", list(parts), name, axis=axis)
+            maker.emit("Concat", list(of_both), name, axis=axis)
     return maker.nodes
 
 
 @dataclass(frozen=True)
 class _Again:
-    """What the state is multiplied with, and what is added then, if that is not added before."""
+    """What the state is multiplied with, and what is added then, if that is not added before; what gates see of the
+    cell; and the activations."""
 
     weight: str
-    bias: str = ""
+    bias: str
+    peepholes: list[str]
+    activations: Sequence[str]
 
 
 class _Maker:
-    """Nodes in the making, which all opsets have; what they give has names that begin with `prefix`. `inner`: a GRU
-    resets the product with the state instead of the state."""
+    """Nodes in the making, which all opsets have; what they give has names that begin with `prefix`. `options` are the
+    operator's."""
 
-    def __init__(self, onnx: Any, prefix: str, hidden: int, kind: str, inner: bool) -> None:
-        self._kind, self._cell, self._inner = kind, CELLS[kind], inner
+    def __init__(self, onnx: Any, prefix: str, hidden: int, kind: str, options: Mapping[str, Any], dtype: Any) -> None:
+        self._kind, self._cell, self._dtype = kind, CELLS[kind], dtype
+        self._inner = bool(options.get("linear_before_reset", 0))  # a GRU resets the product with the state
+        self._couples = bool(options.get("input_forget", 0))  # an LSTM keeps what it does not replace
         self.nodes: list[Any] = []
         self._hidden, self._onnx, self._prefix, self._numbers = hidden, onnx, prefix, dict[tuple[int, ...], str]()
-        self._count = itertools.count()
+        self._count, self._zeros = itertools.count(), ""
 
     def emit(self, op: str, inputs: list[str], name: str = "", **options: Any) -> str:
         """The name of what an operator with one result gives."""
@@ -103,45 +113,69 @@ class _Maker:
         """The states of all positions (positions, 1, batch, hidden), and the last ones, (1, batch, hidden), of one
         direction. `names` are those of the operator's operands."""
         x, w, r, bias = names[:4]
-        gates, made = self._cell.gates * self._hidden, {}
+        made, inner = {}, ""
         given = self.emit("MatMul", [x, self._turned(w, number)])
-        again = _Again(self._turned(r, number))
         if bias:
-            first, second = self._split(self._of(bias, number), 2, gates)
-            given = self.emit("Add", [given, first])
-            if self._inner:
-                again = _Again(again.weight, second)
-            else:
-                given = self.emit("Add", [given, second])
+            first, second = self._split(self._of(bias, number), 2, self._cell.gates * self._hidden)
+            given, inner = self.emit("Add", [given, first]), second if self._inner else ""
+            given = given if self._inner else self.emit("Add", [given, second])
+        of_cell = self._split(self._of(names[_PEEPHOLES], number), 3, self._hidden) if names[_PEEPHOLES] else []
+        again = _Again(self._turned(r, number), inner, of_cell, activations)
         firsts = (names[_FIRST], names[_FIRST_CELL])[: self._cell.states]
         states = [self._of(name, number) if name else "" for name in firsts]
         step = _STEPS[self._kind]
         for position in range(count) if way == "forward" else reversed(range(count)):
-            states = step(self, self._of(given, position), states, again, activations[number % len(activations)])
-            made[position] = self._reshaped(states[0], (1, 1, -1, self._hidden))
+            new = step(self, self._of(given, position), states, again)
+            result, states = self._within(position, names[_LENGTHS], new, states)
+            made[position] = self._reshaped(result, (1, 1, -1, self._hidden))
         every = self.emit("Concat", [made[position] for position in range(count)], axis=0)
         return every, *[self._reshaped(part, (1, -1, self._hidden)) for part in states]
 
-    def lstm(self, gates: str, states: list[str], again: _Again, _: str) -> list[str]:
+    def _within(self, position: int, lengths: str, new: list[str], states: list[str]) -> tuple[str, list[str]]:
+        """The result and the states at a position: 0 and as before for sequences that don't reach so far."""
+        if not lengths:
+            return new[0], new
+        column = self._reshaped(self.emit("Cast", [lengths], to=_INT64), (-1, 1))
+        is_there = self.emit("Less", [self._constant((position,)), column])
+        is_there = self.emit("Cast", [is_there], to=_BOOL)  # of two constants, TVM's importer makes no bool
+        kept = [
+            self.emit("Where", [is_there, *both]) for both in zip(new, [s or self._zero() for s in states], strict=True)
+        ]
+        return self.emit("Where", [is_there, new[0], self._zero()]), kept
+
+    def lstm(self, gates: str, states: list[str], again: _Again) -> list[str]:
         """The next state and cell; those that are "" are 0."""
         state, cell = states
+        gate, of_new, of_cell = again.activations
         if state:
             gates = self.emit("Add", [gates, self.emit("MatMul", [state, again.weight])])
         enter, leave, keep, new = self._split(gates, 4, self._hidden)
-        enter, leave, keep = (self.emit("Sigmoid", [gate]) for gate in (enter, leave, keep))
-        made = self.emit("Mul", [enter, self.emit("Tanh", [new])])
+        if again.peepholes and cell:
+            enter, keep = (
+                self.emit("Add", [of, self.emit("Mul", [cell, again.peepholes[number]])])
+                for of, number in ((enter, 0), (keep, 2))
+            )
+        enter = self.emit(gate, [enter])
+        made = self.emit("Mul", [enter, self.emit(of_new, [new])])
         if cell:
-            made = self.emit("Add", [self.emit("Mul", [keep, cell]), made])
-        return [self.emit("Mul", [leave, self.emit("Tanh", [made])]), made]
+            rest = (
+                self.emit("Mul", [enter, cell]) if self._couples else self.emit("Mul", [self.emit(gate, [keep]), cell])
+            )
+            before = self.emit("Sub", [cell, rest]) if self._couples else rest
+            made = self.emit("Add", [before, made])
+        if again.peepholes:
+            leave = self.emit("Add", [leave, self.emit("Mul", [made, again.peepholes[1]])])
+        return [self.emit("Mul", [self.emit(gate, [leave]), self.emit(of_cell, [made])]), made]
 
-    def gru(self, gates: str, states: list[str], again: _Again, _: str) -> list[str]:
+    def gru(self, gates: str, states: list[str], again: _Again) -> list[str]:
         """The next state; one that is "" is 0."""
         (state,) = states
+        gate, of_new = again.activations
         parts = self._split(gates, 3, self._hidden)
         weights = self._split(again.weight, 3, self._hidden)
         biases = self._split(again.bias, 3, self._hidden) if again.bias else [""] * 3
         keep, reset = (
-            self.emit("Sigmoid", [self._with(*of)]) for of in zip(parts, biases, [state] * 2, weights, strict=False)
+            self.emit(gate, [self._with(*of)]) for of in zip(parts, biases, [state] * 2, weights, strict=False)
         )
         new, weight, bias = parts[2], weights[2], biases[2]
         if self._inner:
@@ -149,13 +183,13 @@ class _Maker:
             new = self.emit("Add", [new, self.emit("Mul", [reset, carried])]) if carried else new
         else:
             new = self._with(new, bias, self.emit("Mul", [reset, state]) if state else "", weight)
-        new = self.emit("Tanh", [new])
+        new = self.emit(of_new, [new])
         made = self.emit("Sub", [new, self.emit("Mul", [keep, new])])
         return [self.emit("Add", [made, self.emit("Mul", [keep, state])]) if state else made]
 
-    def rnn(self, gates: str, states: list[str], again: _Again, activation: str) -> list[str]:
+    def rnn(self, gates: str, states: list[str], again: _Again) -> list[str]:
         """The next state; one that is "" is 0."""
-        return [self.emit(activation, [self._with(gates, again.bias, states[0], again.weight)])]
+        return [self.emit(again.activations[0], [self._with(gates, again.bias, states[0], again.weight)])]
 
     def _with(self, made: str, bias: str, state: str, weight: str) -> str:
         """The sum of what was made, a bias and a product of a state, as far as they are there."""
@@ -189,11 +223,18 @@ class _Maker:
             self.nodes.append(self._onnx.helper.make_node("Constant", [], [self._numbers[key]], value=tensor))
         return self._numbers[key]
 
+    def _zero(self) -> str:
+        if not self._zeros:
+            self._zeros = self._new()
+            tensor = self._onnx.numpy_helper.from_array(np.zeros((), self._dtype), self._zeros)
+            self.nodes.append(self._onnx.helper.make_node("Constant", [], [self._zeros], value=tensor))
+        return self._zeros
+
     def _new(self) -> str:
         return f"{self._prefix}_{self._kind.lower()}_{next(self._count)}"
 
 
-_STEPS: dict[str, Callable[[_Maker, str, list[str], _Again, str], list[str]]] = {
+_STEPS: dict[str, Callable[[_Maker, str, list[str], _Again], list[str]]] = {
     "LSTM": _Maker.lstm,
     "GRU": _Maker.gru,
     "RNN": _Maker.rnn,

@@ -2,81 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from mesh_tensor.base.errors import refuse
-
+from .onnx_nodes import Facts, Nodes
+from .onnx_norms import batch_norm, group_norm, layer_norm, lp_normalization, rms_norm
 from .onnx_recurrent import CELLS, recurrent_nodes
-from .onnx_sizes import Sizes
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of a graph's values: the numbers of constants; the element types and sizes."""
-
-    opset: int
-    constants: Mapping[str, np.ndarray]
-    types: Mapping[str, tuple[int, Sizes]]
-    used: frozenset[str] = frozenset()  # values that something takes, or that are results
-
-    def dtype(self, onnx: Any, name: str) -> np.dtype:
-        """The dtype of a value; float32 where nothing tells."""
-        kind = self.types.get(name, (onnx.TensorProto.FLOAT, []))[0]
-        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind or onnx.TensorProto.FLOAT))
-
-    def sizes(self, name: str) -> Sizes | None:
-        """The sizes of a value, if their number is known."""
-        return self.types[name][1] if name in self.types else None
-
-
-class Nodes:
-    """Nodes in the making; what they give has names that begin with that of the operator's first result."""
-
-    def __init__(self, onnx: Any, node: Any, facts: Facts) -> None:
-        self.onnx, self.node, self.facts = onnx, node, facts
-        self.options = {option.name: onnx.helper.get_attribute_value(option) for option in node.attribute}
-        self.made: list[Any] = []
-        self._prefix = next((name for name in node.output if name), "none")
-        self._count = itertools.count()
-
-    def operand(self, number: int) -> str:
-        """The operand's name; "" where there is none."""
-        return self.node.input[number] if number < len(self.node.input) else ""
-
-    def known(self, number: int) -> np.ndarray | None:
-        """The operand's numbers, if it is a constant."""
-        return self.facts.constants.get(self.operand(number))
-
-    def emit(self, op: str, inputs: Sequence[str], name: str = "", **options: Any) -> str:
-        """The name of what an operator with one result gives."""
-        name = name or f"{self._prefix}_{op.lower()}_{next(self._count)}"
-        self.made.append(self.onnx.helper.make_node(op, list(inputs), [name], **options))
-        return name
-
-    def reduced(self, op: str, name: str, axes: Sequence[int]) -> str:
-        """The name of a reduction over dims, which stay."""
-        since = 13 if op == "ReduceSum" else 18  # axes are operands since then
-        if self.facts.opset < since:
-            return self.emit(op, [name], axes=list(axes))
-        return self.emit(op, [name, self.constant(axes)])
-
-    def constant(self, values: Any, dtype: Any = np.int64) -> str:
-        """The name of a constant."""
-        name = f"{self._prefix}_constant_{next(self._count)}"
-        tensor = self.onnx.numpy_helper.from_array(np.asarray(values, dtype), name)
-        self.made.append(self.onnx.helper.make_node("Constant", [], [name], value=tensor))
-        return name
-
-    def refuse(self, what: str, fix: str) -> NoReturn:
-        """Refuse the operator."""
-        refuse(what, where=f"node {self.node.name or self._prefix!r} ({self.node.op_type})", fix=fix)
-
+from .onnx_resize import resize
 
 Rewrite = Callable[[Nodes], bool]
 
@@ -88,45 +23,13 @@ def rewritten(onnx: Any, node: Any, facts: Facts) -> list[Any]:
         MeshTensorError: an option of it that is known to no importer.
     """
     if node.op_type in CELLS:
-        return recurrent_nodes(onnx, node, facts.sizes(node.input[0]))
+        x = node.input[0]
+        return recurrent_nodes(onnx, node, facts.sizes(x), facts.dtype(onnx, x))
     rewrite = REWRITES.get(node.op_type)
     if rewrite is None:
         return [node]
     nodes = Nodes(onnx, node, facts)
     return nodes.made if rewrite(nodes) else [*nodes.made, node]
-
-
-def _layer_norm(nodes: Nodes) -> bool:
-    """With a bias: without one, TVM's importer takes the wrong size. Its mean and rate are computed beside it."""
-    sizes = nodes.facts.sizes(nodes.operand(1))
-    _statistics(nodes)
-    del nodes.node.output[1:]
-    if not nodes.operand(2) and sizes is not None and all(isinstance(size, int) for size in sizes):
-        zeros = np.zeros(tuple(map(int, sizes)))
-        nodes.node.input[2:] = [nodes.constant(zeros, nodes.facts.dtype(nodes.onnx, nodes.operand(1)))]
-    return False
-
-
-def _statistics(nodes: Nodes) -> None:
-    """The mean of what is normalised, and one by its deviation."""
-    wanted = [name for name in nodes.node.output[1:] if name in nodes.facts.used]
-    if not wanted:
-        return
-    x, sizes, axis = nodes.operand(0), nodes.facts.sizes(nodes.operand(0)), nodes.options.get("axis", -1)
-    if sizes is None:
-        nodes.refuse("the number of dims is unknown", "settle its sizes by `shapes`")
-    inside = nodes.options.get("stash_type", nodes.onnx.TensorProto.FLOAT)
-    dtype = np.dtype(nodes.onnx.helper.tensor_dtype_to_np_dtype(inside))
-    axes = range(axis - len(sizes) if axis >= 0 else axis, 0)
-    wide = nodes.emit("Cast", [x], to=inside)
-    mean = nodes.reduced("ReduceMean", wide, axes)
-    apart = nodes.emit("Sub", [wide, mean])
-    variance = nodes.reduced("ReduceMean", nodes.emit("Mul", [apart, apart]), axes)
-    epsilon = nodes.constant(nodes.options.get("epsilon", 1e-5), dtype)
-    root = nodes.emit("Sqrt", [nodes.emit("Add", [variance, epsilon])])
-    for name in wanted:
-        is_mean = name == nodes.node.output[1]
-        nodes.emit(*(("Identity", [mean]) if is_mean else ("Reciprocal", [root])), name)
 
 
 def _topk(nodes: Nodes) -> bool:
@@ -136,7 +39,7 @@ def _topk(nodes: Nodes) -> bool:
         return False
     (first, second), indices = nodes.node.output, f"{nodes.node.output[1]}_int32"
     count_name = nodes.constant(count.flatten()[0])
-    options = dict(nodes.options)
+    options = {**nodes.options, "sorted": 1}  # any order will do where none is asked for
     made = nodes.onnx.helper.make_node("TopK", [nodes.operand(0), count_name], [first, indices], **options)
     nodes.made.append(made)
     nodes.emit("Cast", [indices], second, to=nodes.onnx.TensorProto.INT64)
@@ -172,54 +75,83 @@ def _is_inf(nodes: Nodes) -> bool:
     return True
 
 
-def _rms_norm(nodes: Nodes) -> bool:
-    """x / sqrt(mean(x * x) + epsilon) * scale over the last dims, in float32 unless that is said otherwise."""
-    x, sizes, axis = nodes.operand(0), nodes.facts.sizes(nodes.operand(0)), nodes.options.get("axis", -1)
-    if axis >= 0:
-        if sizes is None:
-            nodes.refuse("the number of dims is unknown", "state an axis that counts from the end")
-        axis -= len(sizes)
-    types = nodes.onnx.TensorProto
-    inside = nodes.options.get("stash_type", types.FLOAT)
-    wide = nodes.emit("Cast", [x], to=inside)
-    dtype = np.dtype(nodes.onnx.helper.tensor_dtype_to_np_dtype(inside))
-    square = nodes.emit("Mul", [wide, wide])
-    mean = nodes.reduced("ReduceMean", square, range(axis, 0))
-    total = nodes.emit("Add", [mean, nodes.constant(nodes.options.get("epsilon", 1e-5), dtype)])
-    unit = nodes.emit("Div", [wide, nodes.emit("Sqrt", [total])])
-    back = nodes.emit("Cast", [unit], to=nodes.facts.types.get(x, (types.FLOAT, []))[0])
-    nodes.emit("Mul", [back, nodes.operand(1)], nodes.node.output[0])
-    return True
-
-
 def _dropout(nodes: Nodes) -> bool:
     """As for inference, where nothing is dropped."""
-    training = nodes.known(2)
-    if (nodes.operand(2) and (training is None or training.any())) or nodes.facts.used & {*nodes.node.output[1:]}:
-        nodes.refuse("in training mode, or with its mask as a result", "export the model in eval mode")
-    nodes.emit("Identity", [nodes.operand(0)], nodes.node.output[0])
+    training, x = nodes.known(2), nodes.operand(0)
+    if nodes.operand(2) and (training is None or training.any()):
+        nodes.refuse("in training mode", "export the model in eval mode")
+    nodes.emit("Identity", [x], nodes.node.output[0])
+    for mask in nodes.facts.used & {*nodes.node.output[1:]}:
+        if nodes.facts.opset < 12:
+            nodes.refuse("with its mask as a result, as it was before opset 12", "export the model with a later opset")
+        is_number = nodes.emit("Equal", [x, x])
+        nodes.emit("Or", [is_number, nodes.emit("Not", [is_number])], mask)
     return True
 
 
-def _group_norm(nodes: Nodes) -> bool:
-    """As instances of a channel per group, whose results are scaled per channel."""
-    sizes = nodes.facts.sizes(nodes.operand(0))
-    if sizes is None or isinstance(sizes[1], str) or sum(isinstance(size, str) for size in sizes[2:]) > 1:
-        nodes.refuse(f"a group norm of a tensor of shape {sizes}", "settle its sizes by `shapes`")
-    groups, dtype = nodes.options["num_groups"], nodes.facts.dtype(nodes.onnx, nodes.operand(1))
-    grouped = nodes.emit("Reshape", [nodes.operand(0), nodes.constant([0, groups, -1])])
-    per_group = nodes.facts.opset < 21  # of scale and bias
-    ones, zeros = (nodes.constant([value] * groups, dtype) for value in (1.0, 0.0))
-    scale, bias = nodes.node.input[1:] if per_group else (ones, zeros)
-    unit = nodes.emit("InstanceNormalization", [grouped, scale, bias], epsilon=nodes.options.get("epsilon", 1e-5))
-    whole = nodes.constant([0, sizes[1], *(-1 if isinstance(size, str) else size for size in sizes[2:])])
-    if per_group:
-        nodes.emit("Reshape", [unit, whole], nodes.node.output[0])
-        return True
-    back = nodes.emit("Reshape", [unit, whole])
-    column = nodes.constant([-1, *[1] * (len(sizes) - 2)])
-    scale, bias = (nodes.emit("Reshape", [nodes.operand(number), column]) for number in (1, 2))
-    nodes.emit("Add", [nodes.emit("Mul", [back, scale]), bias], nodes.node.output[0])
+def _max_pool(nodes: Nodes) -> bool:
+    """With paddings that are numbers: TVM's importer pads too little where strides leave elements over."""
+    pad = nodes.options.get("auto_pad", b"NOTSET").decode()
+    sizes, window = nodes.facts.sizes(nodes.operand(0)), nodes.options["kernel_shape"]
+    if not pad.startswith("SAME") or sizes is None or any(isinstance(size, str) for size in sizes[2:]):
+        return False
+    steps, apart = (nodes.options.get(name) or [1] * len(window) for name in ("strides", "dilations"))
+    ends: list[list[int]] = [[], []]
+    for size, one, step, far in zip(map(int, sizes[2:]), window, steps, apart, strict=True):
+        missing = max(0, (-(-size // step) - 1) * step + (one - 1) * far + 1 - size)
+        halves = (missing // 2, missing - missing // 2)
+        for end, of in zip(ends, halves if pad == "SAME_UPPER" else halves[::-1], strict=True):
+            end.append(of)
+    options = {name: value for name, value in nodes.options.items() if name != "auto_pad"}
+    made = nodes.onnx.helper.make_node(
+        "MaxPool", nodes.node.input, nodes.node.output, pads=[*ends[0], *ends[1]], **options
+    )
+    nodes.made.append(made)
+    return True
+
+
+def _prelu(nodes: Nodes) -> bool:
+    """With a slope of several dims, as a choice."""
+    sizes = nodes.facts.sizes(nodes.operand(1))
+    if sizes is None or len(sizes) < 2:
+        return False
+    x, slope = nodes.operand(0), nodes.operand(1)
+    negative = nodes.emit("Less", [x, nodes.constant(0, nodes.facts.dtype(nodes.onnx, x))])
+    nodes.emit("Where", [negative, nodes.emit("Mul", [slope, x]), x], nodes.node.output[0])
+    return True
+
+
+def _pow(nodes: Nodes) -> bool:
+    """With both of the base's dtype."""
+    base, power = (nodes.facts.dtype(nodes.onnx, nodes.operand(number)) for number in (0, 1))
+    if base.kind != "f" or power == base:
+        return False
+    nodes.node.input[1] = nodes.emit("Cast", [nodes.operand(1)], to=nodes.onnx.helper.np_dtype_to_tensor_dtype(base))
+    return False
+
+
+def _swish(nodes: Nodes) -> bool:
+    """x * sigmoid(alpha * x)."""
+    x, alpha = nodes.operand(0), nodes.options.get("alpha", 1.0)
+    scaled = x if alpha == 1 else nodes.emit("Mul", [x, nodes.constant(alpha, nodes.facts.dtype(nodes.onnx, x))])
+    nodes.emit("Mul", [x, nodes.emit("Sigmoid", [scaled])], nodes.node.output[0])
+    return True
+
+
+# What a reduction of no dims makes of every element, where TVM's importer leaves it as it is.
+_OF_ONE = {"ReduceL1": "Abs", "ReduceL2": "Abs", "ReduceLogSum": "Log"}
+
+
+def _reduction(nodes: Nodes) -> bool:
+    """Of no dims, if empty axes mean that."""
+    axes, x = nodes.known(1), nodes.operand(0)
+    none = axes is None and not nodes.operand(1) or axes is not None and not axes.size
+    if not nodes.options.get("noop_with_empty_axes", 0) or not none or nodes.facts.opset < 18:
+        return False
+    if nodes.node.op_type == "ReduceSumSquare":
+        nodes.emit("Mul", [x, x], nodes.node.output[0])
+    else:
+        nodes.emit(_OF_ONE[nodes.node.op_type], [x], nodes.node.output[0])
     return True
 
 
@@ -236,14 +168,6 @@ def _constant(nodes: Nodes) -> bool:
         return False
     tensor = nodes.onnx.numpy_helper.from_array(np.asarray(value, values[name]), nodes.node.output[0])
     nodes.made.append(nodes.onnx.helper.make_node("Constant", [], nodes.node.output[:1], value=tensor))
-    return True
-
-
-def _lp_normalization(nodes: Nodes) -> bool:
-    """By the norm along a dim."""
-    kind = "ReduceL1" if nodes.options.get("p", 2) == 1 else "ReduceL2"
-    norm = nodes.reduced(kind, nodes.operand(0), [nodes.options.get("axis", -1)])
-    nodes.emit("Div", [nodes.operand(0), norm], nodes.node.output[0])
     return True
 
 
@@ -300,17 +224,25 @@ def _pad(nodes: Nodes) -> bool:
 
 #: By operator: adds nodes; whether they are all, or the operator, changed, comes behind them.
 REWRITES: dict[str, Rewrite] = {
+    "BatchNormalization": batch_norm,
     "Constant": _constant,
     "CumSum": _cum_sum,
     "Dropout": _dropout,
-    "GroupNormalization": _group_norm,
+    "GroupNormalization": group_norm,
     "IsInf": _is_inf,
-    "LayerNormalization": _layer_norm,
-    "LpNormalization": _lp_normalization,
+    "LayerNormalization": layer_norm,
+    "LpNormalization": lp_normalization,
+    "MaxPool": _max_pool,
     "OneHot": _one_hot,
+    "PRelu": _prelu,
     "Pad": _pad,
-    "RMSNormalization": _rms_norm,
+    "Pow": _pow,
+    "RMSNormalization": rms_norm,
+    **dict.fromkeys((*_OF_ONE, "ReduceSumSquare"), _reduction),
     "Reshape": _reshape,
+    "Resize": resize,
     "Split": _split,
+    "Swish": _swish,
     "TopK": _topk,
+    "Upsample": resize,
 }

@@ -90,7 +90,8 @@ class Atoms:
     @cached_property
     def hindered(self) -> frozenset[tuple[Value, int]]:
         """The (value, atom) which some operator needs or makes whole, there or where it has spread to: the number of
-        parts that a fused layer is split into. Devices of a manual computation are split, whatever needs them whole."""
+        parts that a fused layer is split into. What is made of nothing (a range) is cut for nothing. Devices of a
+        manual computation are split, whatever needs them whole."""
         parent: dict[tuple[Value, int], tuple[Value, int]] = {}
 
         def find(atom: tuple[Value, int]) -> tuple[Value, int]:
@@ -104,7 +105,7 @@ class Atoms:
             for value, factors in zip((*node.inputs, *node.outputs), (*rule.followed, *rule.outputs), strict=True):
                 for position, factor in enumerate(factors):
                     if factor is None:
-                        whole.append((value, position))
+                        whole += [(value, position)] if node.inputs else []
                     elif factor not in rule.fixed.values():
                         parent[find((value, position))] = find(at.setdefault(factor, (value, position)))
         found = {find(atom) for atom in whole}

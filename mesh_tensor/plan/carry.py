@@ -2,7 +2,7 @@
 
 Reducing later saves collectives where two pending sums are added, and bytes where what follows makes less of them.
 
-contributions: decisions in which what is looked up is made of the table's rows where they lie.
+What several take, and each of them hands on pending, is completed before, where that takes less.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from mesh_tensor.rules.operator.elementwise import NARROWED
 from mesh_tensor.rules.operator.update import UPDATE
 
 from .atoms import Atoms, NodeRule
-from .decide import Decision, Order, fits, operand_layouts, result_layout
+from .decide import Decision, Order, operand_layouts, result_layout
 from .ir import Graph, Node, Value, leaves
-from .owners import Pending, kept, look_up_of, owner_made, row_factor, taken_by_owners
+from .owners import Pending, kept, owner_made, taken_by_owners
 from .propagate import Layouts
 
+_MOST_SHARED = 32  # values that are tried
 _MOVED = ("permute_dims", "reshape", "squeeze", "expand_dims")
 
 
@@ -110,9 +111,50 @@ def _carried(
     uses: Mapping[Value, list[tuple[Node, int]]],
     widened: Collection[Value],
 ) -> dict[Value, Pending]:
-    """What values are pending with. Starts from all that could be, and takes away what some user can't take, until that
-    changes nothing."""
+    """What values are pending with: all that could be, but those of which several sums would be completed later."""
     refused = {*leaves(graph.result), *graph.annotations, *_taken_into_loops(graph)}
+    pending = _settled(graph, atoms, decisions, uses, widened, refused)
+    shared = [value for value in pending if len(uses.get(value, ())) > 1]
+    least = _price(graph, atoms, decisions, pending) if shared else 0
+    for value in shared[:_MOST_SHARED]:
+        if value not in pending:
+            continue
+        tried = _settled(graph, atoms, decisions, uses, widened, refused | {value})
+        price = _price(graph, atoms, decisions, tried)
+        if price < least:
+            refused, pending, least = refused | {value}, tried, price
+    return pending
+
+
+def _price(graph: Graph, atoms: Atoms, decisions: Mapping[Node, Decision], pending: Mapping[Value, Pending]) -> int:
+    """What it takes to complete the sums that are not handed on."""
+    total = 0
+    for node in graph.nodes:
+        taken, decision = taken_of(node, atoms, decisions, pending), decisions[node]
+        left_over = dict(left_by(node, atoms.rules[node], decision, taken, pending))
+        for value, produced in zip(node.outputs, decision.produced, strict=True):
+            if value in left_over and value not in pending:
+                whole = produced
+                for axis, _ in produced.partial:
+                    whole = whole.with_replicate(axis)
+                parts = whole
+                for axis, op in left_over[value].parts:
+                    parts = parts.with_partial(axis, op)
+                total += graph.prices.change(atoms.shape(value), value.type.dtype, parts, whole)
+    return total
+
+
+def _settled(
+    graph: Graph,
+    atoms: Atoms,
+    decisions: Mapping[Node, Decision],
+    uses: Mapping[Value, list[tuple[Node, int]]],
+    widened: Collection[Value],
+    refused: Collection[Value],
+) -> dict[Value, Pending]:
+    """What is pending, if that is not refused. Starts from all that could be, and takes away what some user can't take,
+    until that changes nothing."""
+    refused = {*refused}
     while True:
         pending = _pending(graph, atoms, decisions, refused, widened)
         bad = {
@@ -234,62 +276,3 @@ def _widens(node: Node) -> bool:
     return node.call.operator == NARROWED or (
         node.call.name == "astype" and node.inputs[0].type.dtype in NARROW and node.outputs[0].type.dtype == "float32"
     )
-
-
-def contributions(
-    graph: Graph, atoms: Atoms, layouts: Layouts, decisions: Mapping[Node, Decision]
-) -> dict[Node, Decision]:
-    """The nodes that look rows up in tables that lie split along them, and what follows of these token by token, as
-    long as that makes less of them."""
-    found: dict[Node, Decision] = {}
-    pending: dict[Value, Pending] = {}
-    less: set[Node] = set()
-    for node in graph.nodes:
-        rule = atoms.rules[node]
-        decision = _other(node, rule, layouts, decisions[node], pending)
-        taken = taken_of(node, atoms, {node: decision}, pending)
-        owned = owner_made(node, rule, decision) is not None
-        if not taken and not owned:
-            continue
-        found[node] = decision
-        if sum(v.type.elements for v in node.outputs) < sum(node.inputs[i].type.elements for i in taken):
-            less.add(node)
-        for value, left in left_by(node, rule, decision, taken, pending):
-            if left.owner is not None and value not in graph.annotations:
-                pending[value] = left
-    _trim(graph, found, less)
-    return {node: decision for node, decision in found.items() if decision != decisions[node]}
-
-
-def _other(
-    node: Node,
-    rule: NodeRule,
-    layouts: Layouts,
-    decision: Decision,
-    pending: Mapping[Value, Pending],
-) -> Decision:
-    """The decision in which the axes that split the rows do so, or split nothing where it is computed of them."""
-    split: dict[str, str] = dict(decision.split)
-    for value in node.inputs:
-        for axis, _ in pending[value].parts if value in pending else ():
-            split.pop(axis, None)
-    mesh, look_up = decision.produced[0].mesh, look_up_of(node)
-    factor = None if look_up is None else row_factor(rule, look_up)
-    if look_up is not None and factor is not None:
-        place = rule.inputs[look_up.table].index(factor)
-        split.update(dict.fromkeys(layouts.of[node.inputs[look_up.table]].axes_of(place), factor))
-    if split == decision.split or not fits(rule, split, mesh):
-        return decision
-    results = zip(rule.outputs, rule.partial, strict=True)
-    produced = tuple([result_layout(mesh, factors, split, ops, layouts.order) for factors, ops in results])
-    return Decision(split, split, operand_layouts(mesh, rule, split, layouts.order), produced)
-
-
-def _trim(graph: Graph, found: dict[Node, Decision], less: set[Node]) -> None:
-    """Leave out the last ones, up to one that makes less of what it takes."""
-    needed: set[Value] = set()
-    for node in reversed(graph.nodes):
-        if node in less or needed.intersection(node.outputs):
-            needed.update(node.inputs)
-        else:
-            found.pop(node, None)

@@ -173,19 +173,22 @@ _ADD = "add"
 
 def regroup_sums(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
     """The graph with the operands of sums in another order where several of them come out as parts, over the same axes,
-    and something else is added between; None where there is no such sum."""
+    and something else is added between, or what others take, too, which may have to be completed for them; None where
+    there is no such sum."""
     waiting = _Waiting(graph, atoms, layouts)
     if len(waiting.axes) < 2:
         return None
     made: dict[Node, list[Node]] = {}
     gone: set[Node] = set()
+    links = graph.inner_links()
     for chain in _chains(graph):
         parts = [value for value in chain.terms if waiting.axes.get(value)]
         over = {waiting.axes[value] for value in parts}
         others = [value for value in chain.terms if value not in parts]
         whole = all(value.type == chain.last.outputs[0].type for value in parts)
-        if len(parts) > 1 and others and len(over) == 1 and whole:
-            made[chain.last] = _summed([*parts, *others], chain.last)
+        alone, shared = ([value for value in parts if (value in links) is its_own] for its_own in (True, False))
+        if len(parts) > 1 and (others or (shared and len(alone) > 1)) and len(over) == 1 and whole:
+            made[chain.last] = _summed([*alone, *shared, *others], chain.last)
             gone.update(chain.nodes)
     if not made:
         return None

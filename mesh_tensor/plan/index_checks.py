@@ -54,7 +54,8 @@ def _without_sign(node: Node, below_zero: Mapping[Value, Value]) -> bool:
     end."""
     if node.call.name != "where" or below_zero.get(node.inputs[0]) is not node.inputs[2]:
         return False
-    return _number(node.inputs[1]) == np.iinfo(node.outputs[0].type.dtype).max
+    dtype = node.outputs[0].type.dtype
+    return dtype in ("int32", "int64") and _number(node.inputs[1]) == np.iinfo(dtype).max
 
 
 def _number(value: Value) -> int | float | None:

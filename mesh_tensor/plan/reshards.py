@@ -17,7 +17,8 @@ from mesh_tensor.redistribution.plan import plan_moves
 from mesh_tensor.rules.operator.aten import name_of
 
 from .atoms import Atoms, NodeRule
-from .carry import contributions, find_carried, widened_values
+from .carry import find_carried, widened_values
+from .contributions import contributions
 from .decide import Decider, Decision
 from .explicit import Cast, Change, ExplicitGraph, ExplicitStep, Fill, Form, Run, forms_in
 from .ir import Graph, Node, Scope, Value, map_tree

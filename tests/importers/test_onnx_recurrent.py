@@ -129,10 +129,49 @@ def test_a_gru_that_resets_the_state(tmp_path, has_first):
     torch.testing.assert_close(run(x), (torch.stack(every)[:, None], h[None]))
 
 
+def lstm_by_hand(x, lengths, params, peepholes, couples, first, reverse):
+    """ONNX's formulas of one direction, sequence by sequence; gates are relu6-like, states softsign."""
+    w, r, bias = (params[name][0] for name in "abc")
+    gate, squash = torch.nn.functional.hardsigmoid, torch.nn.functional.softsign
+    every, ends = torch.zeros(POSITIONS, 1, BATCH, HIDDEN), []
+    for row in range(BATCH):
+        h, c = (state[0, row] for state in first)
+        for position in sorted(range(lengths[row]), reverse=reverse):
+            i, o, f, n = (w @ x[position, row] + r @ h + bias[: 4 * HIDDEN] + bias[4 * HIDDEN :]).split(HIDDEN)
+            i = gate((i + peepholes[0] * c) * 1.2)
+            f = 1 - i if couples else gate((f + peepholes[2] * c) * 1.2)
+            c = f * c + i * torch.tanh(n)
+            h = gate((o + peepholes[1] * c) * 1.2) * squash(c)
+            every[position, 0, row] = h
+        ends.append((h, c))
+    return every, *(torch.stack(of)[None] for of in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize(("couples", "direction"), [(0, "forward"), (1, "reverse")])
+def test_an_lstm_with_lengths_peepholes_and_other_activations(tmp_path, couples, direction):
+    """torch's hardsigmoid has a slope of 1/6, ONNX's of 0.2."""
+    gates, state = 4 * HIDDEN, (1, BATCH, HIDDEN)
+    weights = [(1, gates, FEATURES), (1, gates, HIDDEN), (1, 2 * gates), None, state, state, (1, 3 * HIDDEN)]
+    options = {"hidden_size": HIDDEN, "input_forget": couples, "direction": direction}
+    options |= {"activations": ["HardSigmoid", "Tanh", "Softsign"]}
+    path = saved(tmp_path / "lstm.onnx", "LSTM", (POSITIONS, BATCH, FEATURES), weights, 3, **options)
+    model = onnx.load(path)
+    model.graph.initializer.append(onnx.helper.make_tensor("lengths", onnx.TensorProto.INT32, (BATCH,), [4, 1, 3]))
+    model.graph.node[0].input[4] = "lengths"
+    onnx.save(model, path)
+    module, x = mt.from_onnx(path, check=False), torch.randn(POSITIONS, BATCH, FEATURES)
+    peepholes = module.params["g"][0].split(HIDDEN)
+    first = module.params["e"], module.params["f"]
+    expected = lstm_by_hand(x, [4, 1, 3], module.params, peepholes, couples, first, direction == "reverse")
+    run = mt.distribute_module(module, {"x": 2, "y": 2}, {"x": {"x": 1}, "b": {"y": 1}}, poison=True)
+    torch.testing.assert_close(run(x), expected)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        ("GRU", {"activations": ["HardSigmoid", "Tanh"]}, "activations are ['HardSigmoid', 'Tanh']"),
+        ("GRU", {"activations": ["Affine", "Tanh"]}, "activations are ['Affine', 'Tanh']"),
+        ("RNN", {"activations": ["Elu"], "activation_alpha": [0.5]}, "activations are ['Elu'], with numbers"),
         ("RNN", {"activations": ["Relu", "Tanh"]}, "activations are ['Relu', 'Tanh']"),
         ("RNN", {"clip": 2.0, "layout": 1}, "it has the option 'layout'"),
     ],
@@ -166,8 +205,8 @@ def test_celu(tmp_path):
     ("options", "said"),
     [
         ({"shape": ("time", BATCH, FEATURES)}, "the number of positions is time"),
-        ({"activations": ["Relu", "Tanh", "Tanh"], "clip": 1.0}, "activations are ['Relu', 'Tanh', 'Tanh']"),
-        ({"input_forget": 1}, "it has the option 'input_forget'"),
+        ({"activations": ["Relu", "Tanh"], "clip": 1.0}, "activations are ['Relu', 'Tanh']"),
+        ({"clip": 1.0}, "it has the option 'clip'"),
     ],
 )
 def test_lstms_that_are_refused(tmp_path, options, said):

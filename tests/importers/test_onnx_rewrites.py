@@ -35,6 +35,12 @@ ENDS = np.where(X > 0.5, np.float32(np.inf), np.where(X < -0.5, np.float32(-np.i
         ("Reshape", X, {"shape": np.array([-1, 4])}, {"allowzero": 1}),
         ("RMSNormalization", X, {"scale": X[0]}, {"axis": 1, "opset": 23}),
         ("LayerNormalization", X, {"scale": X[0, 0], "bias": X[1, 1]}, {"outputs": 3}),
+        ("PRelu", X, {"slope": NEW[0, :, :1]}, {}),
+        ("Pow", abs(X), {"power": AT[0, :1]}, {}),
+        ("ReduceL2", X, {"axes": np.zeros(0, np.int64)}, {"noop_with_empty_axes": 1, "opset": 18}),
+        ("ReduceSumSquare", X, {"axes": np.zeros(0, np.int64)}, {"noop_with_empty_axes": 1, "opset": 18}),
+        ("TopK", X, {"k": np.array([3])}, {"axis": 2, "sorted": 0, "outputs": 2}),
+        ("Dropout", X, {}, {"outputs": 2}),
     ],
 )
 def test_operators(tmp_path, op, x, weights, options):
@@ -59,6 +65,23 @@ def test_grids(tmp_path, mode):
     mode = {"linear": "bilinear"}.get(mode, mode)
     meant = torch.nn.functional.grid_sample(*given, mode=mode, padding_mode="border", align_corners=False)
     torch.testing.assert_close(run(*given), meant)
+
+
+@pytest.mark.parametrize(("pad", "begin"), [("SAME_LOWER", 1), ("SAME_UPPER", 0)])
+def test_pools_whose_strides_leave_elements_over(tmp_path, pad, begin):
+    """onnx's reference pads on the other side."""
+    save(tmp_path / "model.onnx", "MaxPool", {"x": X}, {}, kernel_shape=[3], strides=[2], auto_pad=pad)
+    module, x = mt.from_onnx(tmp_path / "model.onnx", check=False), torch.from_numpy(X)
+    padded = torch.nn.functional.pad(x, (begin, 1 - begin), value=-torch.inf)
+    result = mt.distribute_module(module, {"a": 2}, {"x": {"a": 0}})(x)
+    torch.testing.assert_close(result, torch.nn.functional.max_pool1d(padded, 3, 2))
+
+
+def test_norms_that_are_trained(tmp_path):
+    weights = dict.fromkeys(("scale", "bias", "mean", "var"), abs(X[0, 0, :5]))
+    save(tmp_path / "model.onnx", "BatchNormalization", {"x": X}, weights, training_mode=1, outputs=3)
+    with pytest.raises(mt.MeshTensorError, match=r"in training mode(.|\n)*'y0' \(BatchNormalization\)"):
+        mt.from_onnx(tmp_path / "model.onnx", check=False)
 
 
 def test_norms_of_order_one(tmp_path):

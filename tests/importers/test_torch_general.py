@@ -47,6 +47,7 @@ SPLIT = {
     "fmax": (torch.fmax, rows(5, 4), rows(5, 4).flip(0)),
     "arc cosine of whole numbers": (torch.acos, torch.arange(5)),
     "greatest common divisors": (torch.gcd, torch.arange(1, 6), torch.arange(6, 11)),
+    "an activation without a tag": (F.hardswish, rows(5, 4) * 3),
     "clamped by tensors": (torch.clamp_max, rows(5, 1, 4), rows(5, 3, 4)),
     "two results": (torch.frexp, rows(5, 4)),
     "inverses": (torch.linalg.inv, MATRICES),

@@ -1,4 +1,5 @@
 """`python -m tests.models [--layouts 4] [--dtype bfloat16] [name ...]`: the table of architectures, one line each.
+With `--save FILE` what was found is added to a file, too, of which `python -m tests.models.table FILE` makes a page.
 
 Each runs in a process of its own, so that one that takes too long, or too much memory, or dies, is a line too."""
 
@@ -16,6 +17,7 @@ import torch
 
 from .catalogue import architectures
 from .check import Outcome, check
+from .table import save
 
 _SECONDS, _BYTES = 240, 12 << 30
 
@@ -26,15 +28,20 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="libraries (timm/), models (timm/dla34), parts of names; none: all")
     parser.add_argument("--layouts", type=int, default=4)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--collectives", action="store_true", help="count them, beside the hand's")
+    parser.add_argument("--save", help="a file of outcomes, one a line, to add to")
     options = parser.parse_args()
     chosen = [one for one in architectures() if not options.names or any(_means(n, one.title) for n in options.names)]
     outcomes = []
     for architecture in chosen:
         started = time.monotonic()
+        dtype = getattr(torch, options.dtype)
         outcome = _alone(
-            lambda one=architecture: check(one, options.layouts, getattr(torch, options.dtype)), architecture.title
+            lambda one=architecture, to=dtype: check(one, options.layouts, to, options.collectives), architecture.title
         )
         outcomes.append(outcome)
+        if options.save:
+            save(outcome, options.save)
         print(_row(outcome), f"{time.monotonic() - started:.1f} s", flush=True)
     known = [outcome for outcome in outcomes if outcome.imported]
     print(
@@ -78,6 +85,11 @@ def _row(outcome: Outcome) -> str:
     if not outcome.imported:
         return f"{outcome.title}: NOT IMPORTED {outcome.stopped}"
     told = [*(f"\n    refused {what}" for what in outcome.refused), *(f"\n    WRONG {what}" for what in outcome.wrong)]
+    found = outcome.counted
+    if found.data is not None:
+        told.append(f"\n    data parallel {found.data}")
+    if found.tensor is not None:
+        told.append(f"\n    Megatron {found.tensor}; by hand {found.hand}")
     return f"{outcome.title}: {outcome.operators} operators, {outcome.right} of {outcome.layouts} right{''.join(told)}"
 
 

@@ -16,8 +16,9 @@ def architectures() -> list[Architecture]:
     from .timm_models import TIMM
     from .torchvision_models import TORCHVISION
     from .transformers_models import TRANSFORMERS
+    from .transformers_newer import NEWER
 
-    return [*TRANSFORMERS, *TIMM, *TORCHVISION, *DIFFUSERS]
+    return [*TRANSFORMERS, *NEWER, *TIMM, *TORCHVISION, *DIFFUSERS]
 
 
 def declare_torchvision() -> None:

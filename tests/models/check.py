@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import mesh_tensor as mt
 
 from .architecture import Architecture
+from .collectives import Counted, counted
 
 Layout = tuple[dict[str, int], dict[str, dict[str, int]]]
 
@@ -25,7 +26,8 @@ TOLERANCE = 2e-4
 @dataclass
 class Outcome:
     """What became of an architecture. `stopped`: the first thing that did not go, with its reason; `layouts` were tried
-    once it was imported, of which `right` gave torch's results, and `refused` and `wrong` say what the others did."""
+    once it was imported, of which `right` gave torch's results, and `refused` and `wrong` say what the others did.
+    `counted`: the collectives of plans, beside the hand's."""
 
     title: str
     stopped: str = ""
@@ -34,6 +36,8 @@ class Outcome:
     right: int = 0
     refused: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    dtype: str = "float32"
+    counted: Counted = field(default_factory=Counted)
 
     @property
     def imported(self) -> bool:
@@ -41,10 +45,12 @@ class Outcome:
         return not self.stopped
 
 
-def check(architecture: Architecture, count: int, dtype: torch.dtype = torch.float32) -> Outcome:
-    """Record, import and run the architecture under `count` layouts. In a dtype of less precision than float32, a
-    result is right if it is as near to float64's as torch's own is."""
-    outcome = Outcome(architecture.title)
+def check(
+    architecture: Architecture, count: int, dtype: torch.dtype = torch.float32, collectives: bool = False
+) -> Outcome:
+    """Record, import and run the architecture under `count` layouts, and count `collectives`. In a dtype of less
+    precision than float32, a result is right if it is as near to float64's as torch's own is."""
+    outcome = Outcome(architecture.title, dtype=str(dtype).removeprefix("torch."))
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -66,6 +72,12 @@ def check(architecture: Architecture, count: int, dtype: torch.dtype = torch.flo
         return outcome
     outcome.operators = sum(len(block.bindings) for block in module.mod["main"].body.blocks)
     inputs = _tensors(given)
+    if collectives:
+        try:
+            with torch.no_grad():
+                outcome.counted = counted(model, architecture.name, module, given)
+        except mt.MeshTensorError as error:
+            outcome.refused.append(f"collectives: {_line(error)}")
     meant = Meant(expected, exact)
     for layout in layouts(module, inputs, count) if count else ():
         _run(outcome, module, inputs, layout, meant)

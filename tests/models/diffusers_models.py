@@ -92,8 +92,30 @@ def _unet_1d() -> Made:
     return model, {"sample": torch.randn(2, 4, 32), "timestep": torch.tensor([3])}
 
 
+def _aura_flow() -> Made:
+    model = diffusers.AuraFlowTransformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=8,
+        num_attention_heads=4, joint_attention_dim=16, caption_projection_dim=32, out_channels=4, pos_embed_max_size=64,
+    )  # fmt: skip
+    given = {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 16)}
+    return model, given | {"timestep": torch.tensor([0.3, 0.7])}
+
+
+def _cog_view() -> Made:
+    model = diffusers.CogView4Transformer2DModel(
+        patch_size=2, in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4, out_channels=4,
+        text_embed_dim=16, time_embed_dim=8, condition_dim=4, rope_axes_dim=(64, 64),
+    )  # fmt: skip
+    given = {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 16)}
+    sizes = torch.tensor([[8, 8]] * 2)
+    given |= {"timestep": torch.tensor([3, 7]), "original_size": sizes, "target_size": sizes}
+    return model, given | {"crop_coords": torch.zeros(2, 2)}
+
+
 _MAKERS = {
+    "aura_flow": _aura_flow,
     "autoencoder_kl": _autoencoder,
+    "cog_view_4": _cog_view,
     "dit": _dit,
     "flux": _flux,
     "pixart": _pixart,

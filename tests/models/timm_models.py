@@ -70,6 +70,13 @@ _MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "xception41": (96, {}),
     "naflexvit_base_patch16_gap": (64, {"depth": 2}),
     "tiny_vit_5m_224": (224, {}),
+    "ese_vovnet19b_dw": (64, {}),
+    "vit_srelpos_small_patch16_224": (64, {"img_size": 64, "depth": 2}),
+    "tresnet_m": (64, {}),
+    "dpn48b": (64, {}),
+    "hgnetv2_b0": (64, {}),
+    "efficientvit_b0": (64, {}),
+    "inception_next_atto": (64, {}),
 }
 
 

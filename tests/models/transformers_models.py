@@ -187,23 +187,23 @@ _PAIRS: dict[str, dict[str, Any]] = {
     "umt5": {},
 }
 
-_IMAGE = {"image_size": 32, "patch_size": 8, "num_labels": 10}
+IMAGE = {"image_size": 32, "patch_size": 8, "num_labels": 10}
 # Image models: from a model's type to its images' size, and what makes it small.
 _IMAGES: dict[str, tuple[int, dict[str, Any]]] = {
-    "beit": (32, _IMAGE),
+    "beit": (32, IMAGE),
     "bit": (64, {"num_groups": 4, "depths": [1, 1], "hidden_sizes": [32, 64], "embedding_size": 32}),
     "convnext": (32, {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
     "convnextv2": (32, {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
-    "deit": (32, _IMAGE),
-    "dinov2": (32, _IMAGE),
-    "dinov2_with_registers": (32, _IMAGE),
+    "deit": (32, IMAGE),
+    "dinov2": (32, IMAGE),
+    "dinov2_with_registers": (32, IMAGE),
     "efficientnet": (64, {}),
     "focalnet": (
         32,
         {"image_size": 32, "depths": [1, 1], "embed_dim": 16, "focal_levels": [2, 2], "focal_windows": [3, 3]},
     ),
     "hiera": (64, {"image_size": [64, 64], "embed_dim": 16, "num_heads": [1, 2, 4, 8], "depths": [1, 1, 1, 1]}),
-    "ijepa": (32, _IMAGE),
+    "ijepa": (32, IMAGE),
     "levit": (
         64,
         {
@@ -231,7 +231,7 @@ _IMAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "regnet": (64, {"hidden_sizes": [16, 32], "depths": [1, 1], "embedding_size": 16, "groups_width": 8}),
     "resnet": (64, {"hidden_sizes": [16, 32], "depths": [1, 1], "embedding_size": 16}),
     "segformer": (64, {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4]}),
-    "siglip_vision_model": (32, _IMAGE),
+    "siglip_vision_model": (32, IMAGE),
     "swiftformer": (64, {"embed_dims": [16, 32, 64, 64], "depths": [1, 1, 1, 1]}),
     "swin": (
         32,
@@ -242,9 +242,9 @@ _IMAGES: dict[str, tuple[int, dict[str, Any]]] = {
         32,
         {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4},
     ),
-    "vit": (32, _IMAGE),
-    "vit_msn": (32, _IMAGE),
-    "vitdet": (32, _IMAGE | {"pretrain_image_size": 32}),
+    "vit": (32, IMAGE),
+    "vit_msn": (32, IMAGE),
+    "vitdet": (32, IMAGE | {"pretrain_image_size": 32}),
     "yolos": (32, {"image_size": [32, 32], "patch_size": 8, "num_detection_tokens": 5}),
 }
 
@@ -259,11 +259,11 @@ def _config(kind: str, **options: Any) -> Any:
     return transformers.AutoConfig.for_model(kind, **{n: value for n, value in options.items() if value is not _UNSET})
 
 
-def _decoder(kind: str, options: dict[str, Any]) -> Made:
+def decoder(kind: str, options: dict[str, Any]) -> Made:
     return transformers.AutoModelForCausalLM.from_config(_config(kind, **options)), {"input_ids": ids()}
 
 
-def _encoder(kind: str, options: dict[str, Any]) -> Made:
+def encoder(kind: str, options: dict[str, Any]) -> Made:
     return transformers.AutoModel.from_config(_config(kind, **options)), {"input_ids": ids()}
 
 
@@ -273,7 +273,7 @@ def _pair(kind: str, options: dict[str, Any]) -> Made:
     return model, tokens | ({"attention_mask": torch.ones(4, 12, dtype=torch.long)} if kind == "longt5" else {})
 
 
-def _image(kind: str, size: int, options: dict[str, Any]) -> Made:
+def image(kind: str, size: int, options: dict[str, Any]) -> Made:
     model = transformers.AutoModel.from_config(_config(kind, **options))
     return model, {"pixel_values": torch.randn(2, 3, size, size)}
 
@@ -305,7 +305,7 @@ def _whisper() -> Made:
     return model, {"input_features": torch.randn(2, 16, 40), "decoder_input_ids": ids(2, 6)}
 
 
-def _wave(kind: str) -> Made:
+def wave(kind: str) -> Made:
     layers = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2}
     more = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "hidden_size": 32}
     model = transformers.AutoModel.from_config(_config(kind, **layers, **more))
@@ -364,20 +364,20 @@ _OTHERS: dict[str, Callable[[], Made]] = {
     "blip": _blip,
     "clip": _clip,
     "detr": _detr,
-    "hubert": partial(_wave, "hubert"),
+    "hubert": partial(wave, "hubert"),
     "patchtst": _time_series,
     "perceiver": _perceiver,
     "siglip": _siglip,
     "videomae": _videomae,
-    "wav2vec2": partial(_wave, "wav2vec2"),
-    "wavlm": partial(_wave, "wavlm"),
+    "wav2vec2": partial(wave, "wav2vec2"),
+    "wavlm": partial(wave, "wavlm"),
     "whisper": _whisper,
 }
 
 TRANSFORMERS = [
-    *(Architecture("transformers", name, partial(_decoder, name, what)) for name, what in _DECODERS.items()),
-    *(Architecture("transformers", name, partial(_encoder, name, what)) for name, what in _ENCODERS.items()),
+    *(Architecture("transformers", name, partial(decoder, name, what)) for name, what in _DECODERS.items()),
+    *(Architecture("transformers", name, partial(encoder, name, what)) for name, what in _ENCODERS.items()),
     *(Architecture("transformers", name, partial(_pair, name, what)) for name, what in _PAIRS.items()),
-    *(Architecture("transformers", name, partial(_image, name, *what)) for name, what in _IMAGES.items()),
+    *(Architecture("transformers", name, partial(image, name, *what)) for name, what in _IMAGES.items()),
     *(Architecture("transformers", name, make) for name, make in _OTHERS.items()),
 ]

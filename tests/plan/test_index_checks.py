@@ -155,3 +155,15 @@ def test_whole_numbers_divided_by_0(shardings):
         divided(x, by)
     unchecked = mt.distribute_module(module, {"x": 3}, shardings, check_indices=False)(x, by)
     assert unchecked[0][4].tolist() == [torch.iinfo(torch.int64).min] * 3
+
+
+def test_choices_by_the_sign_of_floats():
+    """Written as those of indices that count from the end are."""
+
+    class Leaky(nn.Module):
+        def forward(self, x, less):
+            return torch.where(x < 0, less, x)
+
+    given = torch.randn(5, 3), torch.tensor(-2.0)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(Leaky(), given)), {"x": 2}, {"x": {"x": 0}})
+    torch.testing.assert_close(run(*given), Leaky()(*given))

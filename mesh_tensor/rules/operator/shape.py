@@ -162,13 +162,29 @@ def repeat(call: OpCall) -> OpRule:
 
 @rule("tile")
 def tile(call: OpCall) -> OpRule:
-    """The whole of a dim several times is needed whole; dims that are there once are parallel."""
+    """A dim several times, one after the other: the result's is (times, elements). What is there once is parallel."""
     source, out = call.inputs[0], call.outputs[0]
+    if 0 in out.shape:
+        return whole_rule(call)
     skipped = out.ndim - source.ndim
-    repeats = call.attr("repeats")
-    once = [dim >= skipped and (1, *repeats)[max(0, 1 + dim - out.ndim + len(repeats))] == 1 for dim in range(out.ndim)]
-    dims = tuple(f"d{dim}" if one else None for dim, one in enumerate(once))
-    return OpRule((dims[skipped:],), (dims,), linear=_ALL)
+    shape = (*(1 for _ in range(skipped)), *source.shape)
+    taken: list[Dim] = [f"d{dim}" for dim in range(out.ndim)]
+    made, sizes = list(taken), dict[str, int]()
+    for dim, (size, whole) in enumerate(zip(shape, out.shape, strict=True)):
+        if whole == size:
+            continue
+        taken[dim], made[dim] = None, f"t{dim}"
+        if size > 1:
+            taken[dim], made[dim] = f"d{dim}", (f"t{dim}", f"d{dim}")
+            sizes |= {f"t{dim}": whole // size, f"d{dim}": size}
+    return OpRule((tuple(taken[skipped:]),), (tuple(made),), sizes=sizes, linear=_ALL, localize=_tiles)
+
+
+def _tiles(local: LocalCall) -> relax.Expr:
+    """The operand's tile as often as the result's has it."""
+    (tile,), (made,) = local.in_tiles, local.out_tiles
+    shape = (*(1 for _ in range(len(made) - len(tile))), *tile)
+    return relax.op.tile(local.args[0], [whole // size for whole, size in zip(made, shape, strict=True)])
 
 
 @rule("nn.pixel_shuffle")

@@ -253,7 +253,9 @@ def independent_dims(op: Any, shapes: Sequence[Sequence[Any]]) -> int | None:
     """How many leading dims of operands and results, which have these shapes, are independent in an operator of
     torch's; None if it works element by element, in the order of broadcasting."""
     base, first = op._schema.name.removeprefix("aten::"), shapes[0]
-    if torch.Tag.pointwise in op.tags or (base == "binary_cross_entropy" and shapes[-1] == first):  # not reduced
+    if torch.Tag.pointwise in op.tags or base in _UNTAGGED:
+        return None
+    if base == "binary_cross_entropy" and shapes[-1] == first:  # not reduced
         return None
     last = 2 if base in _OF_MATRICES.split() else _OF_PLACES.get(base, len(first))
     shared = first[: max(0, len(first) - last)]
@@ -269,6 +271,7 @@ _OF_MATRICES = (
     " linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp linalg_pinv linalg_qr linalg_solve linalg_solve_ex"
     " linalg_solve_triangular lu_unpack ormqr triangular_solve"
 )
+_UNTAGGED = ("hardswish", "hardswish_backward")  # which work element by element, and torch doesn't say so
 # Of how many last dims an operator of one tensor looks at places together.
 _OF_PLACES = {
     "_adaptive_avg_pool2d": 2,
