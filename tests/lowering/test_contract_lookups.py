@@ -241,6 +241,25 @@ def test_a_row_that_decays():
     assert_right(kernel, {"x": 2}, TABLE, [ids, table], lambda i, t: (t[i.long()] * weights).sum()[None])
 
 
+@pytest.mark.parametrize("is_filled", [True, False])
+def test_what_calls_leave_on_chip_is_not_cut_off(is_filled):
+    """What is looked up is needed whole, but a call that nothing is known of wrote what is used behind that."""
+
+    @T.prim_func
+    def kernel(ids: T.Tensor((12,), "int32"), table: T.Tensor((ROWS,), "float32"), out: T.Tensor((12,), "float32")):
+        with T.Kernel(1, threads=32):
+            rows, more = T.alloc_shared((12,), "float32"), T.alloc_shared((12,), "float32")
+            if is_filled:
+                T.fill(more, 2.0)
+            T.call_extern("handle", "change", more.data)
+            for i in T.Parallel(12):
+                rows[i] = table[ids[i]]
+            for i in T.Parallel(12):
+                out[i] = T.exp(rows[i]) * more[i]
+
+    assert outline(lowered(kernel, {"x": 2}, TABLE)) == ["all_gather(table, dim 0, x)", "kernel(ids, table.1, out)"]
+
+
 def test_a_store_beside_it_counts_once():
     """Where the id is negative, 7 is stored: on one device."""
 

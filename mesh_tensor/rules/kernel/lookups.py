@@ -126,6 +126,8 @@ def _reduction(kernel: Kernel, coordinates: Coordinates, factor: Factor, uses: S
         gated.append(statement)
     if partial.why_not_cut() is not None:
         return None
+    if partial.cut is not None and any(statement.unknown for statement in kernel.statements):
+        return None  # what such statements leave on chip can't be carried over
     ops, used = partial.ops, products.used(partial)
     return Reduction(ops, {}, tuple(gated), partial.cut, partial.completed, products=used)
 
