@@ -169,7 +169,8 @@ class OwnFunctions:
 
         def tried(_: int) -> T:
             try:
-                return work()
+                with self.run.turns.closed(what):
+                    return work()
             except Exception as error:  # whatever a caller's function raises: the other ranks wait for this one
                 raise MeshTensorError(f"{words_of(error)}\n  where: {where}") from error
 

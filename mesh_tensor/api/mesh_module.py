@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -59,14 +60,16 @@ class MeshModule(ModuleCalls):
             return checked_state(self._signature, held, new, self._target.device_type, strict)
 
         given = state.values() if isinstance(state, Mapping) else ()
-        made = self.on_all_ranks("weights to load", lambda _: new(), given, values_of)
-        self._state = ModuleState({name: made.pop(name) for name in self._state})
-        self._weights = HeldWeights(made, donated=True)
-        self._launches, self._recordings = Recent(MODULE_SIZES), Recent(MODULE_SIZES)
+        with self._turn("a state that is loaded"):
+            made = self.on_all_ranks("weights to load", lambda _: new(), given, values_of)
+            self._state = ModuleState({name: made.pop(name) for name in self._state})
+            self._weights = HeldWeights(made, donated=True)
+            self._launches, self._recordings = Recent(MODULE_SIZES), Recent(MODULE_SIZES)
 
     def reset_state(self) -> None:
         """What the module writes is again as it was before the first call, or as it was loaded last."""
-        self._state = ModuleState(self._state.first)
+        with self._turn("a state that is reset"):
+            self._state = ModuleState(self._state.first)
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -76,8 +79,12 @@ class MeshModule(ModuleCalls):
 
     def reorder_state(self, places: torch.Tensor) -> None:
         """Each row of what the module writes is what the row at its place was. On ranks all have to ask."""
-        with torch.no_grad():
+        with torch.no_grad(), self._turn("a state that is reordered"):
             self.on_all_ranks("state", lambda _: self._state.reorder(places))
+
+    def _turn(self, what: str) -> AbstractContextManager[None]:
+        """A turn, where calls go on from what the module wrote."""
+        return self.turns.one(what) if self._state else nullcontext()
 
     def _state_values(self, full: bool) -> dict[str, Any]:
         """What the module writes, by parameter. On ranks all have to ask."""
@@ -95,11 +102,9 @@ class MeshModule(ModuleCalls):
 
         if self._recorder is not None and requires_gradients(given):
             result = self._recorded(given, bind)
-        elif self._state:
-            with self.turns.one(f"a call of {self._function!r}, which goes on from what it wrote"):
-                result = self._run(given, bind, self._state.call)
         else:
-            result = self._run(given, bind)
+            with self._turn(f"a call of {self._function!r}, which goes on from what it wrote"):
+                result = self._run(given, bind, self._state.call if self._state else None)
         if self._form is None:
             return result
         return self._form.result(result if isinstance(result, tuple) else [result])

@@ -195,7 +195,7 @@ def _in_full(
             best = min(left, key=lambda each: rank(replace(each, time=each.time * added.get(each.choice.zero, 1.0))))
             made.append(in_full(best, pieces, composer, batch))
             left.remove(best)
-            if best.time and not best.in_full:
+            if 0 < best.time < math.inf and not best.in_full:
                 added[best.choice.zero] = made[-1].time / best.time
     except KeyboardInterrupt:  # the rest as it was put together
         pass

@@ -65,7 +65,7 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = Tru
             f"training_step takes a torch model, not a {type(model).__name__}",
             fix="pass a torch.nn.Module, or what from_torch gave",
         )
-    if hooked := [name for name, parameter in model.named_parameters() if _has_hooks(parameter)]:
+    if hooked := _hooked(model):
         refuse(
             f"{listing(hooked)} with hooks on gradients",
             where="training_step",
@@ -261,7 +261,11 @@ def microbatches_of_module(module: ImportedModule, count: int) -> Parts:
     return Parts(count, (), has_rows)
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether functions are called with the parameter's gradient, or after it was added up."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return parameter.requires_grad and any(getattr(parameter, name, None) for name in names)
+def _hooked(model: nn.Module) -> list[str]:
+    """The parameters and modules whose functions are called with gradients, or after these were added up."""
+    of_parameters = "_backward_hooks", "_post_accumulate_grad_hooks"
+    of_modules = "_backward_hooks", "_backward_pre_hooks"
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    found = [name for name, each in trained if any(getattr(each, hooks, None) for hooks in of_parameters)]
+    modules = [(name or type(model).__name__, each) for name, each in model.named_modules()]
+    return found + [name for name, each in modules if any(getattr(each, hooks, None) for hooks in of_modules)]

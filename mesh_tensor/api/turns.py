@@ -13,7 +13,7 @@ class Turns:
     """Who goes on from a state: a thread, whose call may make others of the same state."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock, self._within = threading.RLock(), ""
 
     @contextmanager
     def one(self, what: str) -> Iterator[None]:
@@ -21,7 +21,7 @@ class Turns:
         for each other.
 
         Raises:
-            MeshTensorError: another thread has one.
+            MeshTensorError: another thread has one, or this thread's is `closed`.
         """
         if not self._lock.acquire(blocking=False):
             refuse(
@@ -30,6 +30,21 @@ class Turns:
                 fix="make these calls from one thread, or give every thread a module of its own",
             )
         try:
+            if self._within:
+                refuse(
+                    f"{what}, from within {self._within}",
+                    why="that goes on from the state that this call would leave",
+                    fix="use a module of its own there: distribute it once more",
+                )
             yield
         finally:
             self._lock.release()
+
+    @contextmanager
+    def closed(self, within: str) -> Iterator[None]:
+        """Within, this thread, which has a turn, gets no other one: it runs what a caller gave."""
+        before, self._within = self._within, within
+        try:
+            yield
+        finally:
+            self._within = before

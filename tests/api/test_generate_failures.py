@@ -66,6 +66,29 @@ def test_two_threads(run):
     assert all("a call of generate, while another thread's is under way" in text for text in found)
 
 
+@pytest.mark.parametrize("option", ["logits_processor", "stopping_criteria"])
+def test_from_within_functions_that_it_calls(run, option):
+    """They would go on from the tokens of what they are called in, and leave it theirs."""
+    expected = mt.generate(run, IDS, 3)
+    for within, said in (
+        (lambda: mt.generate(run, IDS.flip(1), 1), "a call of generate, from within"),
+        (run.reset_state, "a state that is reset, from within"),
+        (lambda: run.load_state_dict(run.state_dict()), "a state that is loaded, from within"),
+    ):
+        texts = []
+
+        def function(_, scores, within=within, texts=texts):
+            texts.append(refusal(within))
+            return False if scores is None else scores
+
+        assert torch.equal(mt.generate(run, IDS, 3, **{option: function}), expected)
+        assert all(text.startswith(f"{said} {option}") for text in texts)
+        assert len(texts) == 3
+    with pytest.raises(mt.MeshTensorError, match=f"a call of generate, from within {option}"):
+        mt.generate(run, IDS, 3, **{option: lambda *_: mt.generate(run, IDS, 1)})
+    assert torch.equal(mt.generate(run, IDS, 3), expected)
+
+
 def test_ids_outside_the_vocabulary(run):
     with pytest.raises(mt.MeshTensorError, match="'ids' has elements from 1 to 48"):
         mt.generate(run, torch.tensor([[1, 48], [1, 1]]), 2)

@@ -103,6 +103,19 @@ def test_hooks_on_gradients(way):
     mt.training_step(model, F.cross_entropy, (x, y))
 
 
+@pytest.mark.parametrize("way", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_on_gradients_of_modules(way):
+    """They may change nothing in the gradients that are compared with torch's, and others later."""
+    linear, x, y = _model()
+    model = nn.Sequential(linear, nn.Tanh())
+    hooks = [getattr(each, way)(lambda *_: None) for each in (model, model[1])]
+    message = _refused(mt.training_step, model, F.cross_entropy, (x, y))
+    assert "'Sequential', '1' with hooks on gradients" in message
+    for hook in hooks:
+        hook.remove()
+    mt.training_step(model, F.cross_entropy, (x, y))
+
+
 def test_gradients_that_are_not_finite():
     class Root(nn.Linear):
         def forward(self, x):

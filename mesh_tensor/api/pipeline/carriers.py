@@ -159,6 +159,11 @@ class Mailbox(Carrier):
     def whole(self, value: MeshTensor) -> torch.Tensor:
         return value.full()
 
+    def check(self) -> None:
+        """Raise Stopped if a mesh has failed."""
+        if self._failed:
+            raise Stopped
+
     def fail(self) -> None:
         """Wake up all who wait."""
         with self._changed:

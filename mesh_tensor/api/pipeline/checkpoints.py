@@ -52,6 +52,9 @@ class Checkpoints:
     def _of_rules(self) -> dict[tuple[str, int, str], Any]:
         """What rules keep, by weight, stage and key."""
         runs = self._runs
+        if not self._weights.layouts:  # as it was loaded, on all ranks alike
+            loaded = self._weights.loaded.items()
+            return {(name, 0, key): _copied(value) for name, state in loaded for key, value in state.items()}
         if runs is None:
             return {place: self._weights.whole_of(value) for place, value in self._kept().items()}
 
@@ -134,6 +137,10 @@ def _is_own(name: object) -> bool:
 
 def _is_of_rules(name: object) -> bool:
     return isinstance(name, str) and name.startswith(RULE)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _is_number(value: Any) -> bool:

@@ -31,6 +31,7 @@ from mesh_tensor.targets.kernels import find_target
 from ..fragments import Options, StageFragments, Values
 from ..module_ports import whole
 from ..training_optimizer import LossScale
+from ..turns import Turns
 from .carriers import Mailbox, RankCarrier
 from .checkpoints import Checkpoints
 from .explain import explain_pipeline
@@ -82,7 +83,7 @@ class Pipeline:
         self.memory: dict[str, str] = {}
         self._weights = StageWeights(self._whole, carrier, self._runs, self.memory)
         self._gradients: dict[int, Values] = {}
-        self._checks_indices, self._ran = True, False
+        self._checks_indices, self._ran, self._turns = True, False, Turns()
         self._machine: Machine = CPU
         self._constants = Constants()
         self._form: CallForm | None = None
@@ -149,6 +150,12 @@ class Pipeline:
 
     @undisturbed
     def __call__(self, *batch: Any, **named: Any) -> Any:
+        if not (self.trained or self._flow.state):
+            return self._called(batch, named)
+        with self._turns.one("a call of a pipeline"):
+            return self._called(batch, named)
+
+    def _called(self, batch: Sequence[Any], named: Mapping[str, Any]) -> Any:
         self._forget()  # gradients are those of this call, which all ranks make, or there are none
         if self._runs is None:
             return self._run(self._prepared(self._given(batch, named)))
@@ -182,7 +189,7 @@ class Pipeline:
             for here in plans[0]:
                 refuse_outside(here.fragments["F"].module.plan.index_checks, tensors, self._flow.function)
         counts = [rows_of(part) for part in parts]
-        shares = [count / sum(counts) for count in counts]
+        shares = [count / sum(counts) for count in counts] if len(parts) > 1 else [1.0]
         mine = [stage for stage in self.stages if self._runs is None or stage.mesh == self._runs.ranks.name]
         taken = {name for stage in mine for name in stage.params}
         parts = self._results.with_totals(self._whole, parts, shares, taken)
@@ -232,7 +239,10 @@ class Pipeline:
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of the last call's loss, whole, by the names of the weights; a weight that several stages have
         gets the sum of theirs. On ranks, all have to ask."""
-        parts = self._weights.gathered(lambda: self._gradients, self.stages, self.trained, "gradients", self._check_ran)
+        with self._turns.one("gradients of a pipeline"):
+            parts = self._weights.gathered(
+                lambda: self._gradients, self.stages, self.trained, "gradients", self._check_ran
+            )
         sums: dict[str, torch.Tensor] = {}
         for name, stage in sorted(parts, key=lambda place: place[1]):
             part = parts[name, stage]
@@ -241,14 +251,17 @@ class Pipeline:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights as they are now, whole, by name. On ranks, all have to ask."""
-        parts = self._weights.gathered(lambda: self._weights.of, self.stages, tuple(self._weights.whole), "weights")
+        names = tuple(self._weights.whole)
+        with self._turns.one("weights of a pipeline"):
+            parts = self._weights.gathered(lambda: self._weights.of, self.stages, names, "weights")
         return {name: parts[name, stage] for name, stage in sorted(parts, key=lambda place: -place[1])}
 
     def state_dict(self) -> dict[str, Any]:
         """The weights as they are now, what the model writes (running statistics), and what rules keep for weights
         ("update.m.fc.weight"): whole tensors and numbers, by torch's names. On ranks, all have to ask."""
-        scale = {} if self._scale is None else self._scale.state()
-        return {**self._checkpoints.state(self.weights()), **scale}
+        with self._turns.one("a state that is asked for"):
+            scale = {} if self._scale is None else self._scale.state()
+            return {**self._checkpoints.state(self.weights()), **scale}
 
     @undisturbed
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -260,9 +273,10 @@ class Pipeline:
         Raises:
             MeshTensorError: names are unknown or missing, or shapes or dtypes differ; all stays as it was.
         """
-        self._checkpoints.load(state, strict)
-        self._scale = self._scale and self._scale.loaded(state)
-        self._forget()
+        with self._turns.one("a state that is loaded"):
+            self._checkpoints.load(state, strict)
+            self._scale = self._scale and self._scale.loaded(state)
+            self._forget()
 
     @cached_property
     def _checkpoints(self) -> Checkpoints:
@@ -294,10 +308,11 @@ class Pipeline:
             if loss_scale is not None:
                 self._scale = loss_scale.after_step() if done else loss_scale.after_overflow()
 
-        if self._runs is None:
-            run(prepare()[1])
-        else:
-            self._runs.call(prepare, run)
+        with self._turns.one("an update of a pipeline"):
+            if self._runs is None:
+                run(prepare()[1])
+            else:
+                self._runs.call(prepare, run)
 
     @property
     def loss_scale(self) -> float | None:

@@ -281,6 +281,7 @@ def run_rows(schedule: Schedule, rows: Sequence[Row], names: Sequence[str], mail
         with torch.inference_mode(inference):
             for action in schedule.rows[mesh]:
                 try:
+                    mailbox.check()
                     rows[mesh].run(action)
                     if action is schedule.rows[mesh][-1]:
                         rows[mesh].finish()
@@ -291,13 +292,26 @@ def run_rows(schedule: Schedule, rows: Sequence[Row], names: Sequence[str], mail
                     mailbox.fail()
                     return
 
-    meshes = [threading.Thread(target=work, args=(mesh,), name=f"mesh {name}") for mesh, name in enumerate(names)]
+    def run(mesh: int) -> None:
+        try:
+            work(mesh)
+        finally:
+            ended[mesh].set()
+
+    ended = [threading.Event() for _ in names]
+    meshes = [threading.Thread(target=run, args=(mesh,), name=f"mesh {name}") for mesh, name in enumerate(names)]
     try:
         for thread in meshes:
             thread.start()
-        for thread in meshes:
-            thread.join()
+        for each in ended:  # unlike join, this may be interrupted, and threads waited for again
+            each.wait()
+    except BaseException:
+        mailbox.fail()
+        raise
     finally:
+        for thread in meshes:
+            if thread.ident is not None:
+                thread.join()
         torch.set_num_threads(threads)
     if failures:
         fail(*failures[0])

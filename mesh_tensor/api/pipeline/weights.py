@@ -28,8 +28,8 @@ Place = tuple[str, int]  # a weight, a stage that has it
 class StageWeights:
     """What every stage of this process holds of the weights; `whole` are the tensors that they were made of. `memory`
     has the kinds of memory of those that are in another one than the devices' while nothing computes with them.
-    `of_rules`: what rules keep for weights, as these get it. `homes`: the stage that updates a weight; others that have
-    it get what it made."""
+    `of_rules`: what rules keep for weights, as these get it; `loaded`: the same, whole, before weights are laid out.
+    `homes`: the stage that updates a weight; others that have it get what it made."""
 
     def __init__(
         self, whole: dict[str, torch.Tensor], carrier: Carrier, runs: RankRuns | None, memory: Mapping[str, str]
@@ -39,6 +39,7 @@ class StageWeights:
         self.layouts: dict[int, Mapping[str, Sharding]] = {}
         self._placed: dict[int, StageFragments] = {}
         self.of_rules: dict[Place, dict[str, Any]] = {}
+        self.loaded: dict[str, Mapping[str, Any]] = {}
         self.homes: dict[str, Stage] = {}
 
     def place(self, here: StageFragments) -> None:
@@ -52,6 +53,8 @@ class StageWeights:
             placed = {name: self._carrier.place(here, name, self.whole[name]) for name in names}
             self.of[stage.index] = {name: self._put_away(name, value) for name, value in placed.items()}
             self._placed[stage.index] = here
+            for name in [name for name in names if name in self.loaded and self.homes[name].index == stage.index]:
+                self.of_rules[name, stage.index] = self._as_kept(here, name, self.loaded[name])
 
     def _put_away(self, name: str, value: Any) -> Any:
         """A weight in the memory that is stated for it."""
@@ -65,32 +68,48 @@ class StageWeights:
 
     def advance(self, state: Mapping[int, Values]) -> None:
         """Stages go on from this state, in memory of its own."""
-        for stage, values in state.items():
-            for name, value in values.items():
-                apart = self._carrier.moved(value, torch.clone)
-                self.of[stage][name] = self._put_away(name, apart)
+        apart = {
+            (name, stage): self._carrier.moved(value, torch.clone)
+            for stage, values in state.items()
+            for name, value in values.items()
+        }
+        self._go_on(apart, self.of_rules)
+
+    def _go_on(self, weights: Mapping[Place, Any], of_rules: dict[Place, dict[str, Any]]) -> None:
+        """Go on with these weights, and this that rules keep: all of it, or, where it is interrupted, nothing."""
+        of = {stage: dict(values) for stage, values in self.of.items()}
+        for (name, stage), value in weights.items():
+            of[stage][name] = self._put_away(name, value)
+        self.of, self.of_rules = of, of_rules
 
     def replace(self, whole: Mapping[str, torch.Tensor], of_rules: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on with these weights, and with this that rules keep for some."""
-        self.whole |= whole
+        placed: dict[Place, Any] = {}
+        kept = {place: state for place, state in self.of_rules.items() if place[0] not in whole}
         for stage, home in self._placed.items():
             for name in self.of[stage].keys() & whole.keys():
-                self.of_rules.pop((name, stage), None)
-                self.of[stage][name] = self._put_away(name, self._carrier.place(home, name, whole[name]))
+                placed[name, stage] = self._carrier.place(home, name, whole[name])
                 if name in of_rules and self.homes[name].index == stage:
-                    self.of_rules[name, stage] = {
-                        key: self._as_kept(home, name, v) for key, v in of_rules[name].items()
-                    }
+                    kept[name, stage] = self._as_kept(home, name, of_rules[name])
+        self._go_on(placed, kept)
+        if not self.layouts:
+            others = {name: state for name, state in self.loaded.items() if name not in whole}
+            self.loaded = others | {name: state for name, state in of_rules.items() if name in whole}
+        self.whole |= whole
 
     def whole_of(self, value: Any) -> Any:
         """What a rule keeps, whole, in memory of its own; on ranks, all of its mesh have to ask."""
         laid_out = isinstance(value, MeshTensor) or is_dtensor(value)
         return self._carrier.whole(self._carrier.kept(value)).clone() if laid_out else value
 
-    def _as_kept(self, home: StageFragments, name: str, value: Any) -> Any:
+    def _as_kept(self, home: StageFragments, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """What a rule is given again of what it kept."""
-        is_tensor = isinstance(value, torch.Tensor)
-        return self._carrier.shown(self._carrier.place(home, name, value)) if is_tensor else value
+
+        def shown(value: Any) -> Any:
+            is_tensor = isinstance(value, torch.Tensor)
+            return self._carrier.shown(self._carrier.place(home, name, value)) if is_tensor else value
+
+        return {key: shown(value) for key, value in state.items()}
 
     def gathered(
         self,
@@ -172,9 +191,7 @@ class StageWeights:
             return False
         kept = {(name, stage): self._as_laid_out(stage, name, new) for (name, stage), new in made.items()}
         kept |= self._handed_on({name: kept.get((name, self.homes[name].index)) for name in sums})
-        self.of_rules.update(states)
-        for (name, stage), value in kept.items():
-            self.of[stage][name] = self._put_away(name, value)
+        self._go_on(kept, {**self.of_rules, **states})
         return True
 
     def _handed_on(self, made: Mapping[str, Any]) -> dict[Place, Any]:

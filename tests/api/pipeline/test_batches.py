@@ -104,6 +104,16 @@ def test_one_microbatch_takes_inputs_of_any_sizes():
         mt.pipeline(module, TOPOLOGY, ["a"], {"x": {"d": 0}}, microbatches=2, train=True)
 
 
+def test_one_microbatch_without_rows():
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), torch.export.Dim("rows")
+    exported = torch.export.export(model, (torch.randn(4, 6),), dynamic_shapes=({0: rows},))
+    run = mt.pipeline(mt.from_torch(exported), TOPOLOGY, ["0"], {"input": {"d": 0}})
+    for count in (0, 5):
+        x = torch.randn(count, 6)
+        torch.testing.assert_close(run(x), model(x).detach())
+
+
 @pytest.mark.parametrize("open_size", [False, True])
 def test_weights_are_those_from_when_it_was_made(open_size):
     """Whatever their owner writes later, before the first call and after it, also of what divides the loss."""

@@ -1,6 +1,8 @@
 """Pipelines called as their models are: with nested inputs, by name, submodules used twice; scaled losses, threads."""
 
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ from torch.nn import functional as F
 import mesh_tensor as mt
 from mesh_tensor import MeshTensorError
 from mesh_tensor.api.pipeline.rows import Row
+from tests.runtime.ranks.support import refusal
 
 from .models import Net, batch, imported
 
 TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 1}}
+TWO = {"m0": {"d": 1}, "m1": {"d": 1}}
 
 
 class Towers(nn.Module):
@@ -145,7 +149,7 @@ def test_meshes_share_the_threads_of_torch(monkeypatch, threads, of_each):
         found.add((threading.current_thread().name, torch.get_num_threads()))
         run(row, action)
 
-    pipe = mt.pipeline(imported(Net(), 4), {"m0": {"d": 1}, "m1": {"d": 1}}, ["blocks.1"], microbatches=2, train=True)
+    pipe = mt.pipeline(imported(Net(), 4), TWO, ["blocks.1"], microbatches=2, train=True)
     monkeypatch.setattr(Row, "run", watched)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -155,3 +159,81 @@ def test_meshes_share_the_threads_of_torch(monkeypatch, threads, of_each):
     finally:
         torch.set_num_threads(before)
     assert found == {("mesh m0", of_each), ("mesh m1", of_each)}
+
+
+def test_an_interrupted_call_leaves_no_thread_behind(monkeypatch):
+    """Ctrl-C comes to the thread that waits; what the meshes do ends with it, and the next call is as ever."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals come to the main thread")
+    pipe = mt.pipeline(imported(Net(), 4), TWO, ["blocks.1"], microbatches=8, train=True)
+    inputs, before = batch(32), torch.get_num_threads()
+    expected, run, ran = pipe(*inputs), Row.run, []
+
+    def interrupting(row, action):
+        ran.append(action)
+        if len(ran) == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.01)
+        run(row, action)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Row, "run", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            pipe(*inputs)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("mesh ")]
+    assert len(ran) < sum(map(len, pipe.schedule.rows))
+    assert torch.get_num_threads() == before
+    with pytest.raises(mt.MeshTensorError, match="there are no gradients yet"):
+        pipe.gradients()
+    torch.testing.assert_close(pipe(*inputs), expected)
+
+
+def test_two_threads_that_train(monkeypatch):
+    """What one of them goes on from, the other one would have lost."""
+    model, run, found = imported(Net(), 4), Row.run, []
+    pipe, alone = (mt.pipeline(model, TWO, ["blocks.1"], microbatches=2, train=True) for _ in range(2))
+    inputs, state = batch(8), alone.state_dict()
+
+    def rule(weight, gradient, kept):
+        return weight - 0.1 * gradient
+
+    calls = {
+        "a call of a pipeline": lambda: pipe(*inputs),
+        "an update of a pipeline": lambda: pipe.update(rule),
+        "gradients of a pipeline": pipe.gradients,
+        "weights of a pipeline": pipe.weights,
+        "a state that is asked for": pipe.state_dict,
+        "a state that is loaded": lambda: pipe.load_state_dict(state),
+    }
+
+    def meanwhile(row, action):
+        found.append([refusal(call) for call in calls.values()])
+        run(row, action)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Row, "run", meanwhile)
+        pipe(*inputs)
+    for texts in found:
+        for what, text in zip(calls, texts, strict=True):
+            assert text.startswith(f"{what}, while another thread's is under way")
+    alone(*inputs)
+    for each in (pipe, alone):
+        each.update(rule)
+    torch.testing.assert_close(pipe.weights(), alone.weights(), rtol=0, atol=0)
+
+
+def test_two_threads_that_only_look(monkeypatch):
+    """Without weights that are trained, and without what the model writes, calls are each other's no concern."""
+    model, run, found = imported(Net(), 4), Row.run, []
+    pipe = mt.pipeline(model, TWO, ["blocks.1"], microbatches=2)
+    inputs, others = batch(8), batch(8)
+    expected = pipe(*inputs), pipe(*others)
+
+    def meanwhile(row, action):
+        if not found:
+            found.append(None)
+            found[0] = pipe(*others)
+        run(row, action)
+
+    monkeypatch.setattr(Row, "run", meanwhile)
+    torch.testing.assert_close((pipe(*inputs), found[0]), expected, rtol=0, atol=0)

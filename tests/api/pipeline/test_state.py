@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import mesh_tensor as mt
 from mesh_tensor import MeshTensorError
+from mesh_tensor.api.pipeline.weights import StageWeights
 from tests.api.pipeline.models import Normed
 
 TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 3}}
@@ -247,6 +248,70 @@ def test_a_state_that_was_saved_goes_on_with_the_same_bits(tmp_path):
         other.update(sgd)
     wanted, got = run.state_dict(), other.state_dict()
     assert wanted.keys() == got.keys()
+    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
+def test_what_rules_keep_is_loaded_before_there_are_sizes():
+    """An open pipeline lays nothing out before its first call; what was loaded waits for that."""
+    model, rows = Averages(), torch.export.Dim("rows", min=2, max=64)
+    program = torch.export.export(model, example(5), dynamic_shapes={"x": {0: rows}, "y": {0: rows}})
+    run, other = (
+        mt.pipeline(mt.from_torch(program), TOPOLOGY, ["a"], {"a.weight": {"d": 0}}, microbatches=3, train=True)
+        for _ in range(2)
+    )
+    for count in (12, 9):
+        run(*example(count))
+        run.update(sgd)
+    state = run.state_dict()
+    other.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
+    other.load_state_dict(state)
+    for name, loaded in other.state_dict().items():
+        assert torch.equal(loaded, state[name])
+        loaded.zero_()  # the caller's own
+    batch = example(12)
+    for each in (run, other):
+        each(*batch)
+        each.update(sgd)
+    wanted, got = run.state_dict(), other.state_dict()
+    assert wanted.keys() == got.keys() == state.keys()
+    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    fresh = mt.pipeline(mt.from_torch(program), TOPOLOGY, ["a"], microbatches=3, train=True)
+    fresh.load_state_dict(state)
+    some = {name: value for name, value in state.items() if name == "a.weight"}
+    fresh.load_state_dict(some, strict=False)  # of which there is nothing that rules keep
+    assert state.keys() - fresh.state_dict().keys() == {"update.m.a.weight"}
+
+
+@pytest.mark.parametrize("change", ["update", "load_state_dict"])
+def test_an_interrupted_change_changes_nothing(monkeypatch, change):
+    """Half of the weights would be those of another step, with nothing to tell them by."""
+    (_, run), (_, other) = (pipeline(Normed(True)) for _ in range(2))
+    batch, names = example(12), []
+    for each in (run, other):
+        each(*batch)
+        each.update(sgd)
+        each(*batch)
+    before, put_away = run.state_dict(), StageWeights._put_away
+    make = {
+        "update": lambda: run.update(sgd),
+        "load_state_dict": lambda: run.load_state_dict({name: value + 1 for name, value in before.items()}),
+    }[change]
+
+    def interrupted(weights, name, value):
+        names.append(name)
+        if len(names) == 4:
+            raise KeyboardInterrupt
+        return put_away(weights, name, value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StageWeights, "_put_away", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make()
+    after = run.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for each in (run, other):
+        each.update(sgd)
+    wanted, got = other.state_dict(), run.state_dict()
     assert all(torch.equal(wanted[name], got[name]) for name in wanted)
 
 
