@@ -18,6 +18,7 @@ from .atoms import Atoms, NodeRule
 from .decide import Decision, Order, operand_layouts, result_layout
 from .ir import Graph, Node, Value, leaves
 from .owners import Pending, kept, owner_made, taken_by_owners
+from .prices import bytes_moved
 from .propagate import Layouts
 
 _MOST_SHARED = 32  # values that are tried
@@ -115,20 +116,22 @@ def _carried(
     refused = {*leaves(graph.result), *graph.annotations, *_taken_into_loops(graph)}
     pending = _settled(graph, atoms, decisions, uses, widened, refused)
     shared = [value for value in pending if len(uses.get(value, ())) > 1]
-    least = _price(graph, atoms, decisions, pending) if shared else 0
+    least, fewest = _taken(graph, atoms, decisions, pending) if shared else (0, 0)
     for value in shared[:_MOST_SHARED]:
         if value not in pending:
             continue
         tried = _settled(graph, atoms, decisions, uses, widened, refused | {value})
-        price = _price(graph, atoms, decisions, tried)
-        if price < least:
-            refused, pending, least = refused | {value}, tried, price
+        price, nbytes = _taken(graph, atoms, decisions, tried)
+        if price < least and nbytes <= fewest:  # small sums may be completed together: their starts are no reason
+            refused, pending, least, fewest = refused | {value}, tried, price, nbytes
     return pending
 
 
-def _price(graph: Graph, atoms: Atoms, decisions: Mapping[Node, Decision], pending: Mapping[Value, Pending]) -> int:
-    """What it takes to complete the sums that are not handed on."""
-    total = 0
+def _taken(
+    graph: Graph, atoms: Atoms, decisions: Mapping[Node, Decision], pending: Mapping[Value, Pending]
+) -> tuple[int, int]:
+    """What it takes to complete the sums that are not handed on, and the bytes that a device receives then."""
+    total = nbytes = 0
     for node in graph.nodes:
         taken, decision = taken_of(node, atoms, decisions, pending), decisions[node]
         left_over = dict(left_by(node, atoms.rules[node], decision, taken, pending))
@@ -140,8 +143,9 @@ def _price(graph: Graph, atoms: Atoms, decisions: Mapping[Node, Decision], pendi
                 parts = whole
                 for axis, op in left_over[value].parts:
                     parts = parts.with_partial(axis, op)
-                total += graph.prices.change(atoms.shape(value), value.type.dtype, parts, whole)
-    return total
+                change = atoms.shape(value), value.type.dtype, parts, whole
+                total, nbytes = total + graph.prices.change(*change), nbytes + bytes_moved(*change)
+    return total, nbytes
 
 
 def _settled(

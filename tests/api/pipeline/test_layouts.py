@@ -64,9 +64,9 @@ def test_stages_that_are_alike_are_planned_once(schedule, monkeypatch):
     planned = []
     training_fragments = fragments.training_fragments
 
-    def counted(stage, *options):
+    def counted(stage, *options, **others):
         planned.append(stage.index)
-        return training_fragments(stage, *options)
+        return training_fragments(stage, *options, **others)
 
     monkeypatch.setattr("mesh_tensor.api.pipeline.planned.training_fragments", counted)
     model = Stack(6)
