@@ -89,22 +89,26 @@ def _dropout(nodes: Nodes) -> bool:
     return True
 
 
-def _max_pool(nodes: Nodes) -> bool:
-    """With paddings that are numbers: TVM's importer pads too little where strides leave elements over."""
-    pad = nodes.options.get("auto_pad", b"NOTSET").decode()
-    sizes, window = nodes.facts.sizes(nodes.operand(0)), nodes.options["kernel_shape"]
-    if not pad.startswith("SAME") or sizes is None or any(isinstance(size, str) for size in sizes[2:]):
+def _pool(nodes: Nodes) -> bool:
+    """With paddings that are numbers: TVM's importer pads too little where strides leave elements over, or a window has
+    holes."""
+    pad, window = nodes.options.get("auto_pad", b"NOTSET").decode(), nodes.options["kernel_shape"]
+    if not pad.startswith("SAME"):
         return False
     steps, apart = (nodes.options.get(name) or [1] * len(window) for name in ("strides", "dilations"))
+    sizes = (nodes.facts.sizes(nodes.operand(0)) or [])[2:] or ["?"] * len(window)
     ends: list[list[int]] = [[], []]
-    for size, one, step, far in zip(map(int, sizes[2:]), window, steps, apart, strict=True):
-        missing = max(0, (-(-size // step) - 1) * step + (one - 1) * far + 1 - size)
+    for size, one, step, far in zip(sizes, window, steps, apart, strict=True):
+        if isinstance(size, str) and step > 1:
+            nodes.refuse(f"{pad} paddings of an open size in steps of {step}", "settle its sizes by `shapes`")
+        over = 1 if isinstance(size, str) else size - (-(-size // step) - 1) * step
+        missing = max(0, (one - 1) * far + 1 - over)
         halves = (missing // 2, missing - missing // 2)
         for end, of in zip(ends, halves if pad == "SAME_UPPER" else halves[::-1], strict=True):
             end.append(of)
-    options = {name: value for name, value in nodes.options.items() if name != "auto_pad"}
+    options = {name: value for name, value in nodes.options.items() if name not in ("auto_pad", "pads")}
     made = nodes.onnx.helper.make_node(
-        "MaxPool", nodes.node.input, nodes.node.output, pads=[*ends[0], *ends[1]], **options
+        nodes.node.op_type, nodes.node.input, nodes.node.output, pads=[*ends[0], *ends[1]], **options
     )
     nodes.made.append(made)
     return True
@@ -224,6 +228,7 @@ def _pad(nodes: Nodes) -> bool:
 
 #: By operator: adds nodes; whether they are all, or the operator, changed, comes behind them.
 REWRITES: dict[str, Rewrite] = {
+    "AveragePool": _pool,
     "BatchNormalization": batch_norm,
     "Constant": _constant,
     "CumSum": _cum_sum,
@@ -232,7 +237,8 @@ REWRITES: dict[str, Rewrite] = {
     "IsInf": _is_inf,
     "LayerNormalization": layer_norm,
     "LpNormalization": lp_normalization,
-    "MaxPool": _max_pool,
+    "LpPool": _pool,
+    "MaxPool": _pool,
     "OneHot": _one_hot,
     "PRelu": _prelu,
     "Pad": _pad,

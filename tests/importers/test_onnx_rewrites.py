@@ -77,6 +77,30 @@ def test_pools_whose_strides_leave_elements_over(tmp_path, pad, begin):
     torch.testing.assert_close(result, torch.nn.functional.max_pool1d(padded, 3, 2))
 
 
+@pytest.mark.parametrize(("op", "power"), [("AveragePool", 1), ("LpPool", 2)])
+def test_pools_whose_windows_have_holes(tmp_path, op, power):
+    """onnx's reference has other sizes of some. Windows of 3 elements, 2 apart, lie over 5."""
+    given = {"kernel_shape": [3], "dilations": [2], "strides": [2], "auto_pad": "SAME_UPPER", "opset": 19}
+    save(tmp_path / "model.onnx", op, {"x": X}, {}, **given, **({"count_include_pad": 1} if power == 1 else {}))
+    module, x = mt.from_onnx(tmp_path / "model.onnx", check=False), torch.from_numpy(X)
+    windows = torch.nn.functional.pad(x, (1, 2)).unfold(2, 5, 2)[..., ::2] ** power
+    expected = windows.mean(-1) if power == 1 else windows.sum(-1).sqrt()
+    torch.testing.assert_close(mt.distribute_module(module, {"a": 2}, {"x": {"a": 0}})(x), expected)
+
+
+def test_pools_of_open_sizes(tmp_path):
+    """How much is padded depends on the size, unless windows are one step apart."""
+    image, sizes = X[None], {"x": (1, 3, 5, "length")}
+    options = {"kernel_shape": [1, 3], "auto_pad": "SAME_UPPER"}
+    save(tmp_path / "model.onnx", "MaxPool", {"x": image}, {}, sizes=sizes, **options)
+    module, x = mt.from_onnx(tmp_path / "model.onnx", check=False), torch.from_numpy(image)
+    result = mt.run_sequential(module.mod, [x])
+    torch.testing.assert_close(result, torch.nn.functional.max_pool2d(x, (1, 3), 1, (0, 1)))
+    save(tmp_path / "model.onnx", "MaxPool", {"x": image}, {}, sizes=sizes, strides=[1, 2], **options)
+    with pytest.raises(mt.MeshTensorError, match="SAME_UPPER paddings of an open size in steps of 2"):
+        mt.from_onnx(tmp_path / "model.onnx", check=False)
+
+
 def test_norms_that_are_trained(tmp_path):
     weights = dict.fromkeys(("scale", "bias", "mean", "var"), abs(X[0, 0, :5]))
     save(tmp_path / "model.onnx", "BatchNormalization", {"x": X}, weights, training_mode=1, outputs=3)
