@@ -147,7 +147,7 @@ def _rows_of(call: OpCall) -> _Rows | None:
     shared = len(commonprefix(terms))
     shapes = [tensor.shape for tensor in call.inputs]
     ends = [term[shared:] for term in terms]
-    plain = len(set(terms[0])) == len(terms[0]) and len(set(ends[0] + ends[1])) == len(ends[0]) + len(ends[1])
+    plain = all(len(set(letters)) == len(letters) for letters in (*terms, ends[0] + ends[1]))  # no diagonals
     if not (
         plain and shared and shapes[0][:shared] == shapes[1][:shared] and right in ("".join(ends), ends[1] + ends[0])
     ):

@@ -60,6 +60,9 @@ CASES = {
     "einsum of diagonals": Case(
         (t(2, 3, 3), t(2, 4)), lambda a, b: op.einsum((a, b), "axx,ay->xy"), lambda a, b: np.einsum("axx,ay->xy", a, b)
     ),
+    "einsum of diagonals whose rows stay": Case(
+        (t(3, 2), t(3, 2, 3)), lambda a, b: op.einsum((a, b), "ab,aba->a"), lambda a, b: np.einsum("ab,aba->a", a, b)
+    ),
     "einsum of other orders": Case(
         (t(2, 3, 5, 4), t(2, 3, 6)),
         lambda a, b: op.einsum((a, b), "abxz,aby->zxy"),
