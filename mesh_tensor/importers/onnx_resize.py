@@ -85,6 +85,7 @@ def resize(nodes: Nodes) -> bool:
     how = nodes.options.get("coordinate_transformation_mode", b"asymmetric" if old else b"half_pixel").decode()
     dims, sizes = _dims(nodes, old, how), nodes.facts.sizes(nodes.operand(0))
     if dims is None or sizes is None:
+        _check_open(nodes, old, mode, how)
         return False
     changed = {d: dim for d, dim in dims.items() if _changes(dim, how)}
     if not old and _is_usual(nodes, len(sizes), changed, mode, how):
@@ -120,9 +121,29 @@ def _changes(dim: _Dim, how: str) -> bool:
 def _is_usual(nodes: Nodes, ndim: int, changed: Mapping[int, _Dim], mode: str, how: str) -> bool:
     """Whether TVM's importer reads it right: images, to a size that says all."""
     whole = all(math.isclose(dim.size * dim.scale, dim.made, rel_tol=1e-6) for dim in changed.values())
-    known = how in ("half_pixel", "align_corners") or (how == "asymmetric" and mode == "nearest")
+    return ndim == 4 and min(changed, default=2) > 1 and whole and _is_known(nodes, mode, how)
+
+
+def _is_known(nodes: Nodes, mode: str, how: str) -> bool:
+    """Whether TVM's importer has that way to count places."""
     other = "axes" in nodes.options or any(name in nodes.options for name in _OTHERS) and mode == "cubic"
-    return ndim == 4 and min(changed, default=2) > 1 and whole and known and not other
+    return not other and (how in ("half_pixel", "align_corners") or (how == "asymmetric" and mode == "nearest"))
+
+
+def _check_open(nodes: Nodes, old: bool, mode: str, how: str) -> None:
+    """Refuse what TVM's importer would read wrong for some sizes: all but images, to stated sizes or as large several
+    times. What is not stated, but computed, is left to it."""
+    sizes, scales, made = nodes.facts.sizes(nodes.operand(0)), _stated(nodes, "scales", 1 if old else 2), None
+    if scales is None:
+        made = _stated(nodes, "sizes", 3)
+    stated = made if scales is None else scales
+    if stated is None:
+        return
+    kept = (1.0, 1.0) if made is None else (sizes or [None, None])[:2]
+    whole = made is not None or bool((stated % 1 == 0).all())
+    if len(stated) != 4 or tuple(stated[:2]) != tuple(kept) or not whole or not _is_known(nodes, mode, how):
+        what = f"scales {[float(scale) for scale in stated]}" if made is None else f"sizes {[*map(int, stated)]}"
+        nodes.refuse(f"{mode} elements by {how} of a tensor of shape {sizes}, by {what}", "settle its sizes by `shapes`")
 
 
 _OTHERS = ("cubic_coeff_a", "exclude_outside")

@@ -76,3 +76,29 @@ def test_what_is_not_settled(tmp_path, options, said):
     save(tmp_path / "model.onnx", "Resize", {"x": IMAGE}, scaled(1, 1, 1.3, 0.6), opset=19, **options)
     with pytest.raises(mt.MeshTensorError, match=said):
         mt.from_onnx(tmp_path / "model.onnx", check=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights"),
+    [
+        (("batch", 3, "rows", 7), scaled(2, 1, 2, 1)),
+        ((2, 3, "rows", 7), scaled(1, 1, 1.5, 2)),
+        ((2, 3, "rows", 7), scaled(1, 2, 2, 1)),
+        (("batch", 3, 5, 7), {"roi": NONE, "scales": NONE, "sizes": np.array([4, 3, 5, 7])}),
+    ],
+)
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_open_sizes_that_say_too_little(tmp_path, mode, sizes, weights):
+    """TVM's importer knows no scales, and images only."""
+    save(tmp_path / "model.onnx", "Resize", {"x": IMAGE}, weights, opset=19, mode=mode, sizes={"x": sizes})
+    with pytest.raises(mt.MeshTensorError, match=r"by half_pixel of a tensor of shape(.|\n)*settle its sizes"):
+        mt.from_onnx(tmp_path / "model.onnx", check=False)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_open_sizes_of_images(tmp_path, mode):
+    sizes = {"x": ("batch", 3, "rows", "columns")}
+    save(tmp_path / "model.onnx", "Resize", {"x": IMAGE}, scaled(1, 1, 2, 3), opset=19, mode=mode, sizes=sizes)
+    (expected,) = save(tmp_path / "other.onnx", "Resize", {"x": IMAGE}, scaled(1, 1, 2, 3), opset=19, mode=mode)
+    module = mt.from_onnx(tmp_path / "model.onnx", check=False)
+    torch.testing.assert_close(mt.run_sequential(module.mod, [torch.from_numpy(IMAGE)]), expected)
