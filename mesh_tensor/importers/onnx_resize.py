@@ -139,11 +139,13 @@ def _check_open(nodes: Nodes, old: bool, mode: str, how: str) -> None:
     stated = made if scales is None else scales
     if stated is None:
         return
-    kept = (1.0, 1.0) if made is None else (sizes or [None, None])[:2]
+    kept = [1, 1] if made is None else (sizes or [])[:2]
     whole = made is not None or bool((stated % 1 == 0).all())
-    if len(stated) != 4 or tuple(stated[:2]) != tuple(kept) or not whole or not _is_known(nodes, mode, how):
+    if len(stated) != 4 or [*stated[:2]] != kept or not whole or not _is_known(nodes, mode, how):
         what = f"scales {[float(scale) for scale in stated]}" if made is None else f"sizes {[*map(int, stated)]}"
-        nodes.refuse(f"{mode} elements by {how} of a tensor of shape {sizes}, by {what}", "settle its sizes by `shapes`")
+        nodes.refuse(
+            f"{mode} elements by {how} of a tensor of shape {sizes}, by {what}", "settle its sizes by `shapes`"
+        )
 
 
 _OTHERS = ("cubic_coeff_a", "exclude_outside")

@@ -93,9 +93,11 @@ def _pool(nodes: Nodes) -> bool:
     """With paddings that are numbers: TVM's importer pads too little where strides leave elements over, or a window has
     holes."""
     pad, window = nodes.options.get("auto_pad", b"NOTSET").decode(), nodes.options["kernel_shape"]
+    steps, apart = (nodes.options.get(name) or [1] * len(window) for name in ("strides", "dilations"))
+    if pad == "VALID" and nodes.options.get("ceil_mode", 0) and max(steps) > 1:
+        nodes.refuse("VALID with ceil_mode, whose size ONNX's documents and tools disagree on", "export it with pads")
     if not pad.startswith("SAME"):
         return False
-    steps, apart = (nodes.options.get(name) or [1] * len(window) for name in ("strides", "dilations"))
     sizes = (nodes.facts.sizes(nodes.operand(0)) or [])[2:] or ["?"] * len(window)
     ends: list[list[int]] = [[], []]
     for size, one, step, far in zip(sizes, window, steps, apart, strict=True):

@@ -88,6 +88,14 @@ def test_pools_whose_windows_have_holes(tmp_path, op, power):
     torch.testing.assert_close(mt.distribute_module(module, {"a": 2}, {"x": {"a": 0}})(x), expected)
 
 
+def test_pools_whose_sizes_are_not_settled(tmp_path):
+    """3 places by onnx's shape inference, of 8 elements; 2 by ONNX's documents."""
+    options = {"kernel_shape": [3], "strides": [3], "auto_pad": "VALID", "ceil_mode": 1}
+    save(tmp_path / "model.onnx", "MaxPool", {"x": X}, {}, **options)
+    with pytest.raises(mt.MeshTensorError, match="VALID with ceil_mode"):
+        mt.from_onnx(tmp_path / "model.onnx", check=False)
+
+
 def test_pools_of_open_sizes(tmp_path):
     """How much is padded depends on the size, unless windows are one step apart."""
     image, sizes = X[None], {"x": (1, 3, 5, "length")}
