@@ -18,7 +18,7 @@ from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
 from mesh_tensor.importers.constants import Constants
 from mesh_tensor.importers.imported import CallForm
 from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
-from mesh_tensor.runtime.ambient import full_precision, undisturbed
+from mesh_tensor.runtime.ambient import Computing, undisturbed
 from mesh_tensor.runtime.backend import Leave
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
 from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
@@ -197,7 +197,7 @@ class ModuleCalls:
 
         def used(tensors: Mapping[str, Any], sizes: Mapping[Any, int], ranks: Ranks | None) -> Any:
             launch = self._launch(sizes, ranks)
-            with torch.no_grad(), full_precision():
+            with Computing():
                 return launch(tensors) if use is None else use(launch, tensors)
 
         return self._checked(given, bind, used)

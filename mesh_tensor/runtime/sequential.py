@@ -17,12 +17,13 @@ from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.base.recent import Recent
 from mesh_tensor.targets.tile_memory import memory_of
 
-from .ambient import full_precision, undisturbed, why_not_plain
+from .ambient import Computing, undisturbed, why_not_plain
 from .module_inputs import ModuleSignature
 from .sequential_lines import Recorded, Recorder
 from .sequential_runner import NOT_TORCH, RelaxValue, Runner, as_tensor
 
 _FAILS = (MeshTensorError, *NOT_TORCH)
+_CPU = torch.device("cpu")
 _CALLS = 16  # of a module, for operands of other shapes, that are known
 
 
@@ -74,16 +75,21 @@ class _Known:
         mod, func, signature = self._function(function)
         given = _arguments(func, signature, inputs)
         tensors = list(given.values())
-        key = (function, *[(type(t), getattr(t, "shape", None), getattr(t, "dtype", None)) for t in tensors])
+        key = function, *[_kind(tensor) for tensor in tensors]
         recorded = self._recorded.get(key)
         if recorded is None or any(map(why_not_plain, tensors)):
             signature.check(given)
-        device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+        device = (
+            next((t.device for t in tensors if t.device.type != "cpu"), _CPU) if recorded is None else recorded.device
+        )
         on_device = nullcontext() if device.type == "cpu" else device
-        with torch.no_grad(), on_device, full_precision():
-            if recorded is not None and recorded.device == device:
+        with Computing(), on_device:
+            if recorded is not None:
                 with suppress(*_FAILS):  # interpreting it says where
-                    return _apart(recorded(tensors), {*map(memory_of, tensors), *recorded.made_once})
+                    result = recorded(tensors)
+                    if recorded.is_new:
+                        return result
+                    return _apart(result, {*map(memory_of, tensors), *recorded.made_once})
             tensors = [tensor.detach() for tensor in tensors]
             runner = Runner(mod, device, Recorder(tensors))
             result = runner.call(function, tensors)
@@ -102,6 +108,11 @@ class _Known:
             mod = with_flat_parameters(self._mod, function)
             self._taken[function] = mod, mod[function], ModuleSignature(mod, function)
         return self._taken[function]
+
+
+def _kind(tensor: Any) -> tuple:
+    """What has to be the same for what was recorded to be right, beside the values."""
+    return type(tensor), getattr(tensor, "shape", None), getattr(tensor, "dtype", None), getattr(tensor, "device", None)
 
 
 _KNOWN: WeakKeyDictionary[ir.IRModule, _Known] = WeakKeyDictionary()

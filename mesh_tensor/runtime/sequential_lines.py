@@ -18,7 +18,7 @@ from mesh_tensor.program.fuse import linear_call, turns_matrix, undoes
 from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.targets.straight_line import Line, StraightLine, TileCall
 from mesh_tensor.targets.tile_memory import memory_of
-from mesh_tensor.targets.torch_ops import untyped_function
+from mesh_tensor.targets.torch_ops import ALWAYS_NEW, untyped_function
 
 
 class Recorder:
@@ -31,6 +31,7 @@ class Recorder:
         self._lines: list[Line] = []
         self._transposes: dict[str, tuple[OpCall, str]] = {}  # and of what, by what they give
         self._same: dict[str, str] = {}  # of what transposes give that undo others: what those took
+        self._new: set[str] = set()  # of what operators give in memory of their own
         self._count, self._is_fixed = 0, True
         self._inputs = tuple([self._named(tensor) for tensor in inputs])
 
@@ -61,6 +62,8 @@ class Recorder:
         elif call.name == "matmul" and (inner := self._transposes.get(args[1])) and turns_matrix(call, inner[0]):
             call = linear_call(call, inner[0])
             function, args, takes = untyped_function(call), (args[0], inner[1]), (takes[0], call.inputs[1].shape)
+        if call.name in ALWAYS_NEW:
+            self._new.update(made)
         gives, dtypes = tuple([tuple(r.shape) for r in results]), tuple([r.dtype for r in results])
         self._lines.append(
             Line(TileCall(function, takes, takes, gives, gives, dtypes, (False,) * len(made)), args, made)
@@ -85,7 +88,9 @@ class Recorder:
             lines.append(Line(line.call, line.args, line.results, ends))
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         made_once = frozenset(map(memory_of, (*self._constants.values(), *tensors)))
-        return Recorded(StraightLine(lines[::-1]), self._inputs, self._constants, tree, made_once, device)
+        names = {leaf.name for leaf in tree_leaves(tree) if isinstance(leaf, _Name)}
+        is_new = names <= self._new
+        return Recorded(StraightLine(lines[::-1]), self._inputs, self._constants, tree, made_once, is_new, device)
 
     def _name(self, tensor: torch.Tensor) -> str:
         name = self._names[id(tensor)]
@@ -107,13 +112,15 @@ class _Name:
 @dataclass(frozen=True, eq=False)
 class Recorded:
     """What a function calls. `tree`: its result, in which names stand for tensors; all else in it is the same at every
-    call. `made_once`: memory that may be that of results, and of later ones, too."""
+    call. `made_once`: memory that may be that of results, and of later ones, too. `is_new`: all results are in memory
+    that operators made for them."""
 
     lines: StraightLine
     inputs: tuple[str, ...]
     constants: dict[str, torch.Tensor]
     tree: Any
     made_once: frozenset[int]
+    is_new: bool
     device: torch.device
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Any:

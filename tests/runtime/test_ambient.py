@@ -8,7 +8,7 @@ from tvm import relax
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
-from mesh_tensor.runtime.ambient import full_precision
+from mesh_tensor.runtime.ambient import Computing
 from mesh_tensor.runtime.elementwise import DeviceThreads, copy, device_threads
 from tests.plan.modules import function
 
@@ -193,7 +193,7 @@ def test_precision_is_set_aside_until_the_last_call_ends(monkeypatch):
     module = mt.distribute_module(mt.annotate_module(mod, MESH, {"x": {"x": 0}}))
 
     def slow():
-        with full_precision():
+        with Computing():
             inside.set()
             first_ended.wait(60)
             seen.append(_precision())

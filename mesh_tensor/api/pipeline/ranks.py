@@ -12,7 +12,7 @@ import torch
 from mesh_tensor.base.errors import MeshTensorError, refuse, words_of
 from mesh_tensor.pipelining.fragments import Stage, gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
-from mesh_tensor.runtime.ambient import full_precision
+from mesh_tensor.runtime.ambient import Computing
 from mesh_tensor.runtime.ranks.alike import told
 from mesh_tensor.runtime.ranks.faults import Faults, agree, digest_of, heard_by_all, settle
 from mesh_tensor.runtime.ranks.lane import Lane
@@ -82,7 +82,7 @@ class RankRuns:
         """Run this rank's actions, in order."""
         lane, names = self.ranks.world.calls.lane(), self.ranks.topology.names
         row_of_mesh = schedule.rows[names.index(self.ranks.name)]
-        with torch.no_grad(), full_precision():
+        with Computing():
             self._actions(lane, row_of_mesh, row)
 
     def _actions(self, lane: Lane, row_of_mesh: Sequence[Action], row: Row) -> None:
