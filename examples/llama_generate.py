@@ -33,12 +33,16 @@ def mesh_of(devices: int) -> object:
     return {"model": devices}
 
 
-def byte_model(devices: int) -> tuple[llama.Llama, mt.MeshModule]:
-    """A small model of bytes with random weights, alone and on the mesh."""
+def byte_model() -> tuple[llama.Llama, mt.ImportedModule]:
+    """A small model of bytes with random weights, and as a module."""
     torch.manual_seed(0)
     model = llama.build(CONFIG)
-    module = mt.from_torch(llama_decoder.export(model, CONFIG))
-    return model, mt.distribute_module(module, mesh_of(devices), llama_decoder.layout(CONFIG, "model"))
+    return model, mt.from_torch(llama_decoder.export(model, CONFIG))
+
+
+def on_mesh(module: mt.ImportedModule, devices: int) -> mt.MeshModule:
+    """The module of bytes on so many virtual devices, or on the ranks of torchrun."""
+    return mt.distribute_module(module, mesh_of(devices), llama_decoder.layout(CONFIG, "model"))
 
 
 def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +76,7 @@ def main() -> None:
     else:
         prompts = (prompts * CONFIG.batch)[: CONFIG.batch]
         ids, mask = padded([list(prompt.encode()) for prompt in prompts])
-        run = byte_model(options.devices)[1]
+        run = on_mesh(byte_model()[1], options.devices)
     made = mt.generate(run, ids, options.tokens, attention_mask=mask, temperature=options.temperature)
     if int(os.environ.get("RANK", 0)) == 0:
         for row in made[:, ids.shape[1] :].tolist():

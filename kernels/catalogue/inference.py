@@ -1,4 +1,4 @@
-"""Cases of the kernels that serve models: key heads in groups, quantized and sparse products, schedules, scalars."""
+"""Cases of the kernels that serve models: key heads in groups, pages, states along sequences, quantized products."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from functools import partial
 
 import torch
 
-from kernels import schedules, sparse
-from kernels.grouped_gradient import grouped_weight_gradient, grouped_weight_gradient_reference
 from kernels.grouped_query import (
     grouped_decode,
     grouped_decode_reference,
@@ -25,7 +23,6 @@ from kernels.linear_attention import (
     value_gradient,
     value_gradient_reference,
 )
-from kernels.matmul import matmul_reference
 from kernels.paged import (
     paged_attention,
     paged_attention_reference,
@@ -43,8 +40,7 @@ from kernels.quantized import (
 )
 from kernels.recurrences import advantages, advantages_reference
 
-from .case import EXACT, FLOAT32, KernelCase, KernelFactory, Maker, Sizes, integers, normal, tensors, uniform
-from .sizes import MN, MNK
+from .case import EXACT, KernelCase, Sizes, integers, normal, tensors, uniform
 
 _BLOCKS = {"block_M": 8, "block_N": 8, "block_K": 8}
 _HEADS = (
@@ -59,63 +55,11 @@ _SEQUENCES = (
 )
 _GROUPED_K = ({"M": 24, "N": 48, "K": 48}, {"M": 13, "N": 30, "K": 24}, {"M": 3, "N": 5, "K": 8})
 _NK = ({"N": 24, "K": 48}, {"N": 13, "K": 24}, {"N": 3, "K": 8})
-_PARTS_OF_K = ({"M": 24, "N": 16, "K": 32}, {"M": 13, "N": 30, "K": 64}, {"M": 3, "N": 5, "K": 32})
-_EXPERTS = (
-    {"groups": 4, "rows": 48, "N": 16, "K": 24},
-    {"groups": 3, "rows": 24, "N": 13, "K": 10},
-    {"groups": 2, "rows": 8, "N": 7, "K": 3},
-)
-_MIXTURES = (
-    {"experts": 4, "tokens": 12, "hidden": 16, "model": 24},
-    {"experts": 3, "tokens": 13, "hidden": 10, "model": 7},
-)
-_LENGTHS = ({"batch": 4, "rows": 24, "N": 12}, {"batch": 3, "rows": 13, "N": 7}, {"batch": 1, "rows": 5, "N": 3})
 _PAGES = (
     {"batch": 2, "heads": 4, "pages": 8, "table": 4, "dim": 8},
     {"batch": 3, "heads": 2, "pages": 7, "table": 3, "dim": 5},
     {"batch": 1, "heads": 1, "pages": 3, "table": 2, "dim": 3},
 )
-_ROWS = ({"rows": 48, "dim": 8}, {"rows": 30, "dim": 13}, {"rows": 7, "dim": 3})
-
-
-def _offsets(generator: torch.Generator, sizes: Sizes) -> torch.Tensor:
-    """Where groups of rows start and end; some have none."""
-    inner = torch.randint(0, sizes["rows"] + 1, (sizes["groups"] - 1,), generator=generator).sort().values
-    return torch.cat([torch.tensor([0]), inner, torch.tensor([sizes["rows"]])]).int()
-
-
-def _counts(generator: torch.Generator, sizes: Sizes) -> torch.Tensor:
-    """How many rows groups have; some have none."""
-    return _offsets(generator, sizes).diff()
-
-
-def _mask(generator: torch.Generator, sizes: Sizes) -> torch.Tensor:
-    """Which blocks of 8 count."""
-    return torch.rand([-(-sizes[name] // 8) for name in "MNK"], generator=generator) < 0.6
-
-
-def _product(kernel: KernelFactory, *more: Maker, **options: object) -> KernelCase:
-    name = "_".join([kernel.__name__, *(str(key) for key in options)])
-    inputs = tensors(normal("M K"), normal("K N"), *more)
-    return KernelCase(name, partial(kernel, **_BLOCKS, **options), matmul_reference, MNK, inputs, ("C",))
-
-
-def _scaled_mean(a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(a.double() @ b.double() / d.double() + bias.double()).float()
-
-
-def _causal(name: str, start: str) -> KernelCase:
-    def reference(s: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        seen = s.double().triu() if start in ("row", "on") else s.double().tril()
-        return (seen @ v.double()).float()
-
-    build = partial(schedules.causal_product, block=8, start=start)
-    return KernelCase(name, build, reference, _ROWS, tensors(normal("rows rows"), normal("rows dim")), ("C",))
-
-
-def _ragged(a: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    seen = torch.arange(a.shape[1])[None, :, None] < lengths[:, None, None]
-    return (a.double() * seen).sum(1).float()
 
 
 def _queries(generator: torch.Generator, sizes: Sizes) -> torch.Tensor:
@@ -198,14 +142,6 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
         ("A",),
     ),
     KernelCase(
-        "expert_mlp",
-        partial(sparse.expert_mlp, **_BLOCKS),
-        sparse.expert_mlp_reference,
-        _MIXTURES,
-        tensors(normal("experts tokens model"), normal("experts model hidden"), normal("experts hidden model")),
-        ("up", "Y"),
-    ),
-    KernelCase(
         "grouped_key_gradient",
         partial(grouped_key_gradient, block_M=8, block_N=8),
         grouped_key_gradient_reference,
@@ -246,67 +182,6 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
         reads_padding=True,
     ),
     KernelCase(
-        "block_sparse_matmul",
-        partial(sparse.block_sparse_matmul, **_BLOCKS, swizzle=True),
-        partial(sparse.block_sparse_matmul_reference, block=8),
-        MNK,
-        tensors(normal("M K"), normal("K N"), _mask),
-        ("C",),
-    ),
-    KernelCase(
-        "grouped_matmul_rows",
-        partial(sparse.grouped_matmul_rows, **_BLOCKS),
-        sparse.grouped_matmul_rows_reference,
-        _EXPERTS,
-        tensors(normal("rows K"), normal("groups K N"), _offsets),
-        ("C",),
-    ),
-    KernelCase(
-        "grouped_weight_gradient",
-        partial(grouped_weight_gradient, block_N=8, block_K=8, block_rows=8),
-        grouped_weight_gradient_reference,
-        _EXPERTS,
-        tensors(normal("rows K"), normal("rows N"), _offsets),
-        ("dB",),
-    ),
-    KernelCase(
-        "padded_grouped_matmul",
-        partial(sparse.padded_grouped_matmul, **_BLOCKS),
-        partial(sparse.padded_grouped_matmul_reference, block=8),
-        _EXPERTS,
-        tensors(normal("rows K"), normal("groups K N"), integers("rows/8", 0, "groups")),
-        ("C",),
-    ),
-    KernelCase(
-        "scaled_grouped_matmul",
-        partial(sparse.scaled_grouped_matmul, **_BLOCKS),
-        partial(sparse.scaled_grouped_matmul_reference, block=8),
-        _EXPERTS,
-        tensors(normal("rows K"), normal("groups K N"), integers("rows/8", 0, "groups"), uniform("groups", 0.5, 2.0)),
-        ("C",),
-    ),
-    KernelCase(
-        "searched_grouped_matmul",
-        partial(sparse.searched_grouped_matmul, **_BLOCKS),
-        sparse.searched_grouped_matmul_reference,
-        _EXPERTS,
-        tensors(normal("rows K"), normal("groups K N"), _counts),
-        ("C",),
-    ),
-    _product(schedules.hinted_matmul),
-    _product(schedules.waves_matmul, programs=5, group=2),
-    KernelCase(
-        "waves_split_k",
-        partial(schedules.waves_split_k, **_BLOCKS, programs=5),
-        schedules.waves_split_k_reference,
-        _PARTS_OF_K,
-        tensors(normal("M K"), normal("K N")),
-        ("partial", "C"),
-    ),
-    _causal("upper_product", "row"),
-    _causal("lower_product", "zero"),
-    _causal("backward_product", "back"),
-    KernelCase(
         "paged_latent_attention",
         partial(paged_latent_attention, page=4),
         partial(paged_latent_attention_reference, page=4),
@@ -342,49 +217,6 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
         ("counts",),
         EXACT,
         inouts=("counts",),
-    ),
-    KernelCase(
-        "backwards_rows",
-        partial(schedules.backwards_rows, block=8),
-        lambda a: 2 * a,
-        MN,
-        tensors(normal("M N")),
-        ("B",),
-        EXACT,
-    ),
-    KernelCase(
-        "running_sums",
-        partial(schedules.running_sums, block_M=8),
-        lambda a: a.double().cumsum(1).float(),
-        MN,
-        tensors(normal("M N")),
-        ("B",),
-        FLOAT32,
-    ),
-    KernelCase(
-        "ragged_sums",
-        partial(schedules.ragged_sums, block_M=8),
-        _ragged,
-        _LENGTHS,
-        tensors(normal("batch rows N"), integers("batch", 0, "rows")),
-        ("C",),
-    ),
-    KernelCase(
-        "scaled_mean_matmul",
-        partial(schedules.scaled_mean_matmul, **_BLOCKS),
-        _scaled_mean,
-        MNK,
-        tensors(normal("M K"), normal("K N"), uniform("1", 4.0, 8.0), normal("N")),
-        ("C",),
-        reads_padding=True,
-    ),
-    KernelCase(
-        "matmul_with_workspace",
-        partial(schedules.matmul_with_workspace, **_BLOCKS),
-        lambda a, b, workspace: matmul_reference(a, b),
-        MNK,
-        tensors(normal("M K"), normal("K N"), normal("M N")),
-        ("C",),
     ),
     KernelCase(
         "index_scores",

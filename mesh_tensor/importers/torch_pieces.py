@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch._decomp.decompositions import index_add, index_copy, one_layer_lstm
 
+from mesh_tensor.targets.dtypes import wide
+
 Tensor = torch.Tensor
 _aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -27,13 +29,8 @@ def _root(total: Tensor, order: float = 2) -> Tensor:
     return torch.where(is_zero, 0, above.sqrt() if order == 2 else above ** (1 / order))
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In float32, if it has 16 bits: torch rounds what an operator makes once, in the end."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 def _deviation(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    return _root(_wide(x).var(dim, correction=correction, keepdim=keepdim)).to(x.real.dtype)
+    return _root(wide(x).var(dim, correction=correction, keepdim=keepdim)).to(x.real.dtype)
 
 
 def _variance_and_mean(x: Tensor, dim: Any = None, *, keepdim: bool = False, **correction: Any) -> tuple[Tensor, ...]:
@@ -43,7 +40,7 @@ def _variance_and_mean(x: Tensor, dim: Any = None, *, keepdim: bool = False, **c
 def _vector_norm(x: Tensor, order: float = 2, dim: Any = None, keepdim: bool = False, **dtype: Any) -> Tensor:
     """The norm of vectors along dims (none: all)."""
     given = x.to(dtype.get("dtype") or x.dtype).abs()  # of complex numbers, real
-    size, how = _wide(given), (list(range(x.ndim)) if dim is None else dim, keepdim)
+    size, how = wide(given), (list(range(x.ndim)) if dim is None else dim, keepdim)
     if order in (math.inf, -math.inf):
         made = size.amax(*how) if order > 0 else size.amin(*how)
     elif order == 0:

@@ -3,7 +3,7 @@
     local      no access leaves its tile; no global extent bounds a loop over a split factor; plain TIR
     explicit   every layout change is a collective; partial values reach no use that needs whole ones
 
-`verify_stages` has the stages before these, `mesh_tensor.program.verify` the Programs after them. With
+`pipeline` has the stages before these, `mesh_tensor.program.verify` the Programs after them. With
 MESH_TENSOR_VERIFY=1 in the environment, every lowering checks itself.
 """
 

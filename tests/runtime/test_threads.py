@@ -10,7 +10,7 @@ import torch
 
 import mesh_tensor as mt
 from mesh_tensor.runtime.elementwise import DeviceThreads, cores, device_threads
-from mesh_tensor.runtime.virtual import virtual_mesh
+from mesh_tensor.runtime.virtual import operators
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -94,8 +94,8 @@ def test_one_set_of_threads_per_process():
 def test_devices_hand_on_operators_that_take_long_enough(monkeypatch, side, threads):
     """Handing on an operator of a few microseconds takes longer than the operator."""
     pool, seen = DeviceThreads(2), set()
-    monkeypatch.setattr(virtual_mesh, "device_threads", lambda: pool)
-    run_all = virtual_mesh._run_all
+    monkeypatch.setattr(operators, "device_threads", lambda: pool)
+    run_all = operators._run_all
 
     def watched(work, count, run):
         def late(index):
@@ -108,7 +108,7 @@ def test_devices_hand_on_operators_that_take_long_enough(monkeypatch, side, thre
 
         run_all(late, count, run)
 
-    monkeypatch.setattr(virtual_mesh, "_run_all", watched)
+    monkeypatch.setattr(operators, "_run_all", watched)
     linear = torch.nn.Linear(side, side)
     x = torch.randn(2 * side, side)
     module = mt.from_torch(torch.export.export(linear, (x,)), check=False)

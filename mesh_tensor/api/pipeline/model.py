@@ -14,7 +14,7 @@ from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers.constants import Constants
 from mesh_tensor.importers.imported import CallForm, call_tensors
-from mesh_tensor.pipelining.assign import annotated_stages, annotated_topology, assign
+from mesh_tensor.pipelining.assign import annotated_topology
 from mesh_tensor.pipelining.balance import check_pipeline, place
 from mesh_tensor.pipelining.check import is_amount
 from mesh_tensor.pipelining.clock import hangs
@@ -37,9 +37,9 @@ from .checkpoints import Checkpoints
 from .explain import explain_pipeline
 from .planned import PlannedStages
 from .ranks import RankRuns, message_numbers
-from .results import Results, results_of, rows_of, sized_module, split_batch
+from .results import Results, results_of, rows_of, split_batch
 from .rows import Microbatch, Row, run_rows
-from .stated import named_stages, stage_layouts, trained_weights
+from .stated import stage_layouts, stages_of, trained_weights
 from .weights import Rule, StageWeights, norm_of
 
 _SMALL = 4096  # bytes: sending less takes as long as starting to send
@@ -115,15 +115,7 @@ class Pipeline:
     def _cut(self, stages: Any, shardings: Mapping[str, Any], schedule: Schedule | str, limit: Any) -> None:
         """Cut the function into stages, lay these out, and check that the schedule can run them."""
         flow = self._flow
-        if stages is None:
-            where, stated = annotated_stages(flow, self.topology)
-            meshes: list[str | None] = [*stated]
-        else:
-            sized = sized_module(flow, self._signature) if isinstance(stages, int) else None
-            looked_at = Flow(sized, flow.function) if sized is not None else flow
-            named = named_stages(looked_at, stages, self.topology, self.inputs, self._machine)
-            where = assign(flow, named, self.inputs)
-            meshes = [stage.mesh for stage in named]
+        where, meshes = stages_of(flow, stages, self.topology, self.inputs, self._signature, self._machine)
         on_meshes, self.schedule = place(self.topology, meshes, schedule, self.microbatches)
         check_state(flow, where, self.schedule)
         self.stages = cut(flow, where, on_meshes)

@@ -11,11 +11,14 @@ from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.topology import Topology
-from mesh_tensor.pipelining.assign import NamedStage, stages_by_mesh
+from mesh_tensor.pipelining.assign import NamedStage, Stages, annotated_stages, assign, stages_by_mesh
 from mesh_tensor.pipelining.balance import balanced_stages
 from mesh_tensor.pipelining.flow import Flow, stated_names
 from mesh_tensor.pipelining.fragments import FUNCTION, Stage, saved_name
 from mesh_tensor.runtime.backend import checked_kind
+from mesh_tensor.runtime.module_inputs import ModuleSignature
+
+from .results import sized_module
 
 _STAGES = (
     'give {"m0": ["embed", "blocks.0"], "m1": [...]}: per mesh the values (of submodules, or bindings) that it '
@@ -29,7 +32,24 @@ _TRAIN = "give names of weights, or True for all of them"
 _LAYOUTS = "give {mesh: {name: layout}}, or {name: layout} for all meshes; layouts as annotate_module takes them"
 
 
-def named_stages(
+def stages_of(
+    flow: Flow,
+    stages: Any,
+    topology: Topology,
+    inputs: Sequence[str],
+    signature: ModuleSignature,
+    machine: Machine,
+) -> tuple[Stages, list[str | None]]:
+    """The stages of every binding, as they are asked for or annotated, and the mesh of every stage that has one."""
+    if stages is None:
+        where, stated = annotated_stages(flow, topology)
+        return where, [*stated]
+    sized = sized_module(flow, signature) if isinstance(stages, int) else None
+    named = _named_stages(flow if sized is None else Flow(sized, flow.function), stages, topology, inputs, machine)
+    return assign(flow, named, inputs), [stage.mesh for stage in named]
+
+
+def _named_stages(
     flow: Flow, stages: Any, topology: Topology, inputs: Sequence[str], machine: Machine
 ) -> list[NamedStage]:
     """The stages in any of their forms; a number of them is cut where they cost alike on a machine."""

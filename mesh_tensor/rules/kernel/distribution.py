@@ -16,7 +16,7 @@ from tvm import ir, tirx
 from mesh_tensor.tir.effects import changes_nothing, leaves_kernel, leaves_loop, written
 from mesh_tensor.tir.linear import linear_form, vars_of
 from mesh_tensor.tir.nodes import is_const, loads, nodes
-from mesh_tensor.tir.rewrite import block_like, guarded, loop_like, sequence
+from mesh_tensor.tir.rewrite import block_like, guarded, loop_like, replace_block, sequence
 from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views
 
@@ -43,13 +43,7 @@ def distributed(kernel: Kernel) -> tirx.PrimFunc | None:
     if body.same_as(kernel.root.body):
         return None
     block = block_like(kernel.root, body, [*kernel.root.alloc_buffers, *expanded])
-
-    def exchange(realize: tirx.SBlockRealize) -> tirx.Stmt:
-        same = realize.block.same_as(kernel.root)
-        return tirx.SBlockRealize(realize.iter_values, realize.predicate, block) if same else realize
-
-    func_body = tirx.stmt_functor.ir_transform(kernel.func.body, None, exchange, ["tirx.SBlockRealize"])
-    return kernel.func.with_body(func_body)
+    return kernel.func.with_body(replace_block(kernel.func.body, block, {}))
 
 
 _ACCESSES = (tirx.BufferLoad, tirx.BufferStore)

@@ -27,9 +27,9 @@ from .factors import Factor
 from .owned_programs import LookedUpProducts, Use, owned_programs
 from .partial_values import PartialValues
 from .reader import known_uses
-from .reductions import Reduction
 from .row_products import dims_of_rows, row_products
 from .statements import Access, Kernel, Loop, Statement
+from .verdicts import Reduction
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,8 +26,8 @@ from .data_indices import deciding, only_writes, takes_one
 from .live_ranges import LiveRange
 from .partial_values import PartialValues
 from .reader import known_uses
-from .reductions import Reduction
 from .statements import Access, Kernel, Statement, without_binds
+from .verdicts import Reduction
 
 #: A statement, and what it looks up of a table's dim.
 Use = tuple[Statement, Access, int]

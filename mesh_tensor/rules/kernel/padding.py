@@ -24,8 +24,8 @@ from mesh_tensor.tir.tile_position import with_bounds
 from .coordinates import Coordinates
 from .factors import Factor
 from .live_ranges import LiveRange
-from .reader import safe_buffers
 from .statements import Access, Kernel, Statement
+from .supported import safe_buffers
 
 
 def _or_infinite(function: Callable[[float], float]) -> Callable[[float], float]:

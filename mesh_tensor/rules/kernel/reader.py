@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tvm import arith, tirx
 
-from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import made_once
 from mesh_tensor.tir import effects, tile_calls, tile_ops
 from mesh_tensor.tir.linear import linear_form
-from mesh_tensor.tir.nodes import function_name, loads, nodes
+from mesh_tensor.tir.nodes import function_name, nodes
 from mesh_tensor.tir.user_reports import assert_call, is_print, printed_buffers
 from mesh_tensor.tir.views import left_views
 
@@ -25,6 +25,7 @@ from .statements import (
     buffer_params,
     split_update,
 )
+from .supported import check_supported, safe_buffers
 
 _READ = 16  # kernels that several passes ask for
 
@@ -34,7 +35,7 @@ def read_kernel(func: tirx.PrimFunc) -> Kernel:
     """Flatten `func`, a function with one grid."""
     loops, block, binds = _find_grid(func)
     reader = _Reader(func, block)
-    _check_supported(func, block)
+    check_supported(func, block)
     reader.binds.update(binds)
     reader.loops = list(loops)
     tree = reader.read(block.body)
@@ -268,51 +269,6 @@ class _Reader:
             return self._opaque(stmt, str(error))
 
 
-def _check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
-    """Refuse what means more than one program of the kernel."""
-    where = f"kernel {function_name(func)!r}"
-    _check_safe_values(func, block, where)
-    _check_parts(block, where)
-    found = list(filter(None, map(tile_calls.beyond_regions, nodes(block.body, tirx.Evaluate))))
-    if found:
-        refuse(
-            list(dict.fromkeys(what for what, _ in found)),
-            where=where,
-            why="tile operations are known by their regions; programs are run one by one, and on several devices",
-            fix="; ".join(dict.fromkeys(fix for _, fix in found)),
-        )
-
-
-def _check_parts(block: tirx.SBlock, where: str) -> None:
-    """Refuse what only raw TIR has: conditions inside of accesses, and what blocks do before their first iteration."""
-    accesses = nodes(block.body, tirx.BufferLoad, tirx.BufferStore)
-    found = [f"an access to {a.buffer.name!r} has a predicate" for a in accesses if a.predicate is not None]
-    found += [f"block {b.name_hint!r} has an init" for b in nodes(block.body, tirx.SBlock) if b.init is not None]
-    if found:
-        why = "what a kernel does is read from its statements alone"
-        refuse(list(dict.fromkeys(found)), where=where, why=why, fix="write it as an `if` around a statement")
-
-
-def _check_safe_values(func: tirx.PrimFunc, block: tirx.SBlock, where: str) -> None:
-    """Refuse values outside a buffer that single loads would have to give: those give 0."""
-    asked = safe_buffers(func.buffer_map.values(), block)
-    if not asked:
-        return
-    single: list[tirx.Buffer] = []
-    for node in nodes(block.body, tirx.BufferStore, tirx.IfThenElse, tirx.Bind):
-        value = node.condition if isinstance(node, tirx.IfThenElse) else node.value
-        single += [load.buffer for load in loads(value)]
-    found = [f"T.annotate_safe_value of {b.name!r}, which is read element by element" for b in asked if b in single]
-    if found:
-        refuse(found, where=where, why="it is supported where T.copy reads", fix="T.copy the block to a shared buffer")
-
-
-def safe_buffers(buffers: Iterable[tirx.Buffer], block: tirx.SBlock) -> list[tirx.Buffer]:
-    """The buffers outside of which `T.copy` reads a value that is not 0, by `T.annotate_safe_value`."""
-    safe = block.annotations.get("safe_value_map", {})
-    return [buffer for buffer in buffers if buffer.data in safe and not _is_zero(safe[buffer.data])]
-
-
 def known_uses(kernel: Kernel, buffer: tirx.Buffer) -> list[tuple[Statement, Access]]:
     """All accesses of a parameter; none if something is not understood that may use it, or more than its elements are
     seen."""
@@ -327,10 +283,6 @@ def known_uses(kernel: Kernel, buffer: tirx.Buffer) -> list[tuple[Statement, Acc
             return []
         found += mine
     return found
-
-
-def _is_zero(value: object) -> bool:
-    return isinstance(value, (int, float, tirx.IntImm, tirx.FloatImm)) and float(getattr(value, "value", value)) == 0
 
 
 def _vector(stmt: tirx.Stmt) -> str | None:

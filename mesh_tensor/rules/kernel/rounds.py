@@ -14,7 +14,7 @@ from tvm import tirx
 
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop
 from mesh_tensor.tir.nodes import int_or
-from mesh_tensor.tir.rewrite import block_like, sequence
+from mesh_tensor.tir.rewrite import replace_block, sequence, with_body
 from mesh_tensor.tir.tile_calls import parse_tile_op
 from mesh_tensor.tir.tile_ops import Reduce
 from mesh_tensor.tir.user_reports import prints
@@ -37,15 +37,8 @@ def in_rounds(kernel: Kernel) -> tirx.PrimFunc | None:
     if not loops or sum(int(loop.extent) for loop in loops) > _MOST:
         return None
     body = sequence([part for stmt in stmts for part in (_rounds(stmt) if stmt in loops else [stmt])])
-    body = hinted_like(kernel.root.body, body)
-    block = block_like(kernel.root, body, list(kernel.root.alloc_buffers))
-
-    def exchange(realize: tirx.SBlockRealize) -> tirx.Stmt:
-        same = realize.block.same_as(kernel.root)
-        return tirx.SBlockRealize(realize.iter_values, realize.predicate, block) if same else realize
-
-    func_body = tirx.stmt_functor.ir_transform(kernel.func.body, None, exchange, ["tirx.SBlockRealize"])
-    return with_own_variables(kernel.func.with_body(func_body))
+    block = with_body(kernel.root, hinted_like(kernel.root.body, body))
+    return with_own_variables(kernel.func.with_body(replace_block(kernel.func.body, block, {})))
 
 
 def _has_rounds(loop: tirx.For) -> bool:

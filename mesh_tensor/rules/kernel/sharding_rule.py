@@ -25,8 +25,9 @@ from .normalize import ANALYSES, normalize, without_overflow
 from .packed_rows import packed_rows
 from .padding import is_inside
 from .reader import read_kernel
-from .reductions import Reduction, judge
+from .reductions import judge
 from .statements import Access, Kernel, Statement
+from .verdicts import Reduction
 
 _PARALLEL_NAMES = {1: ("m",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "h", "m", "n")}
 _REDUCED_NAMES = ("k", "l", "r", "s")

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
-from operator import add
 from typing import Any
-
-import torch
 
 from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program, ProgramValue
@@ -29,17 +25,16 @@ from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import (
     Section,
-    added_results_of,
     differs_by_rank,
     in_sections,
     recorded_pairs,
-    results_of,
     tile_calls,
 )
 from mesh_tensor.targets.straight_line import TileCall
 from mesh_tensor.targets.totals import totals_of
 
 from .one_tile import one_tiles
+from .operators import OpAction, OpKind, one_by_one
 
 
 class VirtualMesh:
@@ -144,7 +139,7 @@ class VirtualMesh:
             return lambda rank: kernel(*[column[rank] for column in columns], *places[rank])
 
         if len(places) == 1 or not self._target.threaded:
-            return lambda memory: _one_by_one(of_device(memory), len(places))
+            return lambda memory: one_by_one(of_device(memory), len(places))
         return lambda memory: device_threads().run(of_device(memory), len(places))
 
     def op(self, step: OpStep) -> Action:
@@ -157,7 +152,7 @@ class VirtualMesh:
         # What a later step works on in place, as collectives do on buckets, each device has for itself.
         writes = self.program.last_writes
         last = all(writes.get(name, step) is step for name in results)
-        return _OpAction(
+        return OpAction(
             step,
             kind,
             tuple([stored[name].storage for name in step.args]),
@@ -167,17 +162,17 @@ class VirtualMesh:
         )
 
     def _kind(self, step: OpStep) -> int:
-        """The number of the _OpKind of all steps of one call on values that lie alike, as those of a model's layers."""
+        """The number of the OpKind of all steps of one call on values that lie alike, as those of a model's layers."""
         whole = tuple([name in step.whole for name in step.results])
         comes, gives = (tuple([self.layout(name) for name in group]) for group in (step.args, step.results))
         number = self._places[id(step)]
         key = "op", step.call, id(step.kernel), step.checked, whole, comes, gives
         return self._by_size(key, lambda mesh: mesh._op_kind(number))
 
-    def _op_kind(self, number: int) -> _OpKind:
+    def _op_kind(self, number: int) -> OpKind:
         step, values = only((self.program.steps[number],), OpStep)[0], self.program.values
         poison = self._poison and not differs_by_rank(step)
-        return _OpKind(
+        return OpKind(
             tile_calls(step, self.program, range(self.program.mesh.num_devices), self._target),
             tuple([values[name].tile_bytes for name in step.results]),
             tuple([self.layout(name) for name in step.results]) if poison else None,
@@ -273,60 +268,6 @@ class VirtualMesh:
         return lambda memory: memory.drop(step.storage)
 
 
-@dataclass(frozen=True, slots=True)
-class _OpKind:
-    """What of an _OpAction follows from sizes: the `calls` of each device, which make results of so many bytes each.
-    `poisoned`: the layouts of these, if padding is poisoned; `apart`: devices work at the same time, as there is enough
-    to do."""
-
-    calls: list[TileCall]
-    sizes: tuple[int, ...]
-    poisoned: tuple[Layout, ...] | None
-    apart: bool
-
-
-@dataclass(slots=True, eq=False)
-class _OpAction:
-    """All devices call an operator on the storages `names`; what they make are `results`. `kind`: the number of its
-    _OpKind; `totals`: what they are added to, where it is held; `alike`: devices with the same operands share results.
-    (One object: a plan has thousands, which the garbage collector looks at.)"""
-
-    step: OpStep
-    kind: int
-    names: tuple[str, ...]
-    results: tuple[str, ...]
-    totals: tuple[str, ...]
-    alike: bool
-
-    def __call__(self, memory: Memory) -> None:
-        kind: _OpKind = memory.sized[self.kind]
-        calls, poisoned = kind.calls, kind.poisoned
-        operands = list(zip(*(memory.held[name] for name in self.names), strict=True)) or [()] * len(calls)
-        taken = operands
-        totals: list[tuple[torch.Tensor | None, ...]] | None = None
-        if any(name in memory.held for name in self.totals):
-            nothing = [None] * len(calls)
-            totals = list(zip(*(memory.held.pop(name, nothing) for name in self.totals), strict=True))
-            taken = list(map(add, operands, totals))
-        leaders = _leaders(taken) if self.alike else list(range(len(operands)))
-        work = sorted(set(leaders))
-        made: dict[int, list[torch.Tensor]] = {}
-
-        def of_device(index: int) -> None:
-            rank = work[index]
-            call, given = calls[rank], operands[rank]
-            if totals is None:
-                made[rank] = results_of(self.step, call, given)
-            else:
-                made[rank] = added_results_of(self.step, call, given, totals[rank])
-            if poisoned is not None:
-                made[rank] = [layout.poisoned(t, rank) for layout, t in zip(poisoned, made[rank], strict=True)]
-
-        _run_all(of_device, len(work), device_threads().run if kind.apart else _one_by_one)
-        for position, (name, size) in enumerate(zip(self.results, kind.sizes, strict=True)):
-            memory.hold(name, [made[leader][position] for leader in leaders], size)
-
-
 def _section_of(
     mesh: VirtualMesh, first: Section, of: Program, numbers: Sequence[int]
 ) -> tuple[Section, tuple[dict[str, int], list[str], int]]:
@@ -339,30 +280,6 @@ def _section_of(
 def _parts(value: ProgramValue, tiles: Tiles) -> Tiles:
     """What a value is of the tiles of its storage."""
     return tiles if value.slab is None else [part_of(value, tile) for tile in tiles]
-
-
-def _leaders(operands: list[tuple[torch.Tensor, ...]]) -> list[int]:
-    """Per device, the first one whose operands are the same tensors."""
-    first: dict[tuple[int, ...], int] = {}
-    return [first.setdefault(tuple(map(id, tiles)), rank) for rank, tiles in enumerate(operands)]
-
-
-def _run_all(work: Callable[[int], None], count: int, run: Callable[[Callable[[int], None], int], None]) -> None:
-    """Devices as `run` does it, torch in each of them with one thread; a single one with all of torch's threads."""
-    threads = torch.get_num_threads()
-    if count == 1 or threads == 1:
-        run(work, count)
-        return
-    torch.set_num_threads(1)
-    try:
-        run(work, count)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _one_by_one(work: Callable[[int], None], count: int) -> None:
-    for rank in range(count):
-        work(rank)
 
 
 def _check_storages(program: Program) -> None:

@@ -1,4 +1,4 @@
-"""A script that survives the loss of a rank: torchrun starts it again, and it goes on from what it saved.
+"""Work that survives the loss of a rank: torchrun starts it again, and it goes on from what it saved.
 
 A rank kills itself the first time."""
 
@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -25,7 +24,8 @@ def start() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 8, generator=generator), torch.randn(8, 8, generator=generator) / 4
 
 
-def main(checkpoint: Path) -> None:
+def restarted(checkpoint: Path) -> str:
+    """Which generation of ranks this is, and the steps that it made."""
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("x",))
@@ -43,10 +43,5 @@ def main(checkpoint: Path) -> None:
         if rank == 0:
             torch.save((step + 1, state), checkpoint.with_suffix(".new"))
             checkpoint.with_suffix(".new").rename(checkpoint)
-    if rank == 0:
-        print(f"generation {os.environ['TORCHELASTIC_RESTART_COUNT']}: from step {first} to {STEPS}")
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return f"generation {os.environ['TORCHELASTIC_RESTART_COUNT']}: from step {first} to {STEPS}"

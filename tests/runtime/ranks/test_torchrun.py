@@ -2,15 +2,18 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, get_args_parser
 
 from . import kernel_bodies
-from .elastic_training import LOST_AT, STEPS, start
+from .elastic_training import LOST_AT, STEPS, restarted, start
 from .launcher import run
 
 ROOT = Path(__file__).parents[3]
@@ -48,19 +51,28 @@ def _check(said, meshes):
     assert max(errors) < 1e-4
 
 
-def test_restart(tmp_path):
-    """As docs/ranks.md says: what the second generation of ranks computes goes on from the first one's."""
+@pytest.fixture
+def signals_as_before():
+    """torchrun's agent has handlers of its own, and leaves them."""
+    caught = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.getsignal(one) for one in caught]
+    yield
+    for one, handler in zip(caught, before, strict=True):
+        signal.signal(one, handler)
+
+
+@pytest.mark.usefixtures("signals_as_before")
+def test_restart(tmp_path, monkeypatch):
+    """As docs/ranks.md says: what the second generation of ranks computes goes on from the first one's. Torchrun's
+    agent is in this process, and its ranks are forked as those of other tests."""
     page = (ROOT / "docs" / "ranks.md").read_text()
-    words = re.search(r"^(TORCH_\S+)=1 torchrun (.*) script.py$", page, re.MULTILINE)
+    words = re.search(r"^(TORCH_\S+)=1 torchrun (.*) (script.py)$", page, re.MULTILINE)
     assert words is not None
-    outer = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *words[2].split()]
-    command = [*torchrun, "-m", "tests.runtime.ranks.elastic_training", str(tmp_path / "saved")]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=outer | {words[1]: "1"}, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert f"generation 1: from step {LOST_AT} to {STEPS}" in ended.stdout
+    monkeypatch.setenv(words[1], "1")
+    config, *_ = config_from_args(get_args_parser().parse_args([*words[2].split(), words[3]]))
+    config.start_method = "forkserver"
+    made = elastic_launch(config, restarted)(tmp_path / "saved")
+    assert made[0] == f"generation 1: from step {LOST_AT} to {STEPS}"
     step, state = torch.load(tmp_path / "saved")
     expected, weight = start()
     for _ in range(STEPS):
