@@ -21,6 +21,7 @@ from mesh_tensor.rules.kernel.granularity import Refined, refined
 from mesh_tensor.rules.kernel.normalize import ANALYSES
 from mesh_tensor.rules.kernel.packed_rows import row_by_row
 from mesh_tensor.rules.kernel.reader import read_kernel
+from mesh_tensor.rules.kernel.reused_buffers import with_own_buffers
 from mesh_tensor.rules.kernel.rounds import in_rounds
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse, may_read_windows
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims
@@ -152,6 +153,11 @@ def _ways(func: tirx.PrimFunc, whole: tuple[Dim, ...], computed: tuple[Dim, ...]
         rounds = in_rounds(read_kernel(func))
         if rounds is not None:
             yield Refined(rounds, {})
+        analysis = analyse(func)
+        own = with_own_buffers(analysis.kernel, analysis.coordinates)
+        if own is not None:
+            yield Refined(own, {})
+            yield from _ways(own, whole, computed)
 
     return _Ways(made)
 

@@ -14,6 +14,7 @@ from tvm.arith.iter_affine_map import IterMapLevel
 
 from mesh_tensor.base.dtypes import is_float
 
+from .differing import deciding, depends, differing
 from .effects import op_name
 from .linear import vars_of
 from .nodes import loads, nodes, same_expression
@@ -24,9 +25,12 @@ _At = Mapping[tirx.Var, int]
 _FRAMES = (tirx.SeqStmt, tirx.AttrStmt, tirx.SBlock, tirx.SBlockRealize)
 
 
-def left_to_one(func: tirx.PrimFunc, buffer: tirx.Buffer, devices: Sequence[_At]) -> tirx.PrimFunc | None:
+def left_to_one(
+    func: tirx.PrimFunc, buffer: tirx.Buffer, devices: Sequence[_At], apart: Sequence[tirx.Buffer]
+) -> tirx.PrimFunc | None:
     """The local kernel without the zeros that it writes to `buffer` on all of the `devices` but one; None if it isn't
-    proved that each position is written by one of them, once."""
+    proved that each position is written by one of them, once. `apart`: the tensors that are not the same on all of
+    the devices."""
     store = _only_use(func.body, buffer)
     if store is None or not isinstance(store.value, tirx.Call) or op_name(store.value) != "tirx.if_then_else":
         return None
@@ -35,9 +39,9 @@ def left_to_one(func: tirx.PrimFunc, buffer: tirx.Buffer, devices: Sequence[_At]
     if number(otherwise) != 0 or around is None or not _is_written_once(func, store, around):
         return None
     coordinates = {var for at in devices for var in at}
-    elsewhere = [*store.indices, *(expr for stmt in around for expr in _deciding(stmt))]
-    bound = {bind.var for bind in nodes(func.body, tirx.Bind)}
-    if vars_of(elsewhere, {}) & (bound | coordinates) or vars_of([here], {}) & bound or not _is_of_one(here, devices):
+    differ = differing(func.body, coordinates | {tensor.data for tensor in apart})
+    elsewhere = [*store.indices, *(expr for stmt in around for expr in deciding(stmt))]
+    if depends(elsewhere, differ) or depends([here], differ - coordinates) or not _is_of_one(here, devices):
         return None
 
     def skip(stmt: tirx.BufferStore) -> tirx.Stmt | None:
@@ -88,15 +92,6 @@ def _around(stmt: tirx.Stmt, inner: tirx.Stmt) -> list[tirx.Stmt] | None:
     return None
 
 
-def _deciding(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
-    """What says whether and how often a statement runs what it holds."""
-    if isinstance(stmt, tirx.IfThenElse):
-        return [stmt.condition]
-    if isinstance(stmt, tirx.SBlockRealize):
-        return [stmt.predicate]
-    return [stmt.min, stmt.extent] if isinstance(stmt, tirx.For) else []
-
-
 def _is_written_once(func: tirx.PrimFunc, store: tirx.BufferStore, around: Sequence[tirx.Stmt]) -> bool:
     """Whether no two iterations of the loops around a store write to one position."""
     ranges = {
@@ -111,9 +106,12 @@ def _is_written_once(func: tirx.PrimFunc, store: tirx.BufferStore, around: Seque
 
 
 def _is_of_one(here: tirx.PrimExpr, devices: Sequence[_At]) -> bool:
-    """Whether a condition holds on one of the devices, and on no other, whatever is loaded in it: the same on all."""
+    """Whether a condition holds on one of the devices, and on no other, whatever is loaded in it, if that is the same
+    on all. Floats are left out: NaN is neither below a bound nor not."""
     coordinates = {var for at in devices for var in at}
     if nodes(here, tirx.Call) or any(vars_of(load.indices, {}) & coordinates for load in loads(here)):
+        return False
+    if any(is_float(part.dtype) for part in nodes(here, tirx.PrimExpr)):
         return False
     known: list[tuple[tirx.BufferLoad, tirx.Var]] = []
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from tvm import tirx
 
+from mesh_tensor.tir.effects import thread_indices
 from mesh_tensor.tir.linear import Linear
 
 from .data_indices import beside_walks
@@ -82,6 +83,7 @@ class _Round:
         self.detached: dict[Dim, str] = {}
         self.staged: set[Node] = set()
         self._kernel, self._ranges, self._without, self._without_staged = kernel, ranges, without, without_staged
+        self._threads = thread_indices(kernel.func)
         self._types: dict[Node, tuple[_Class, Linear]] = {}
         self._made: list[_Class] = []
         self._joined: dict[_Class, _Class] = {}
@@ -180,10 +182,17 @@ class _Round:
                 problem = (
                     "the statement is not understood"
                     if statement.unknown
-                    else why_not_covered(form, access.buffer.shape[dim], statement, self._kernel.analyzer)
+                    else self._by_threads(form)
+                    or why_not_covered(form, access.buffer.shape[dim], statement, self._kernel.analyzer)
                 )
                 if problem and not beside_walks(self._kernel, statement, access, dim):
                     self._detach(access, dim, f"index {access.indices[dim]}: {problem}")
+
+    def _by_threads(self, form: Linear | None) -> str | None:
+        found = [] if form is None else [var.name for var in form.terms if var in self._threads]
+        if not found:
+            return None
+        return f"it goes by the thread index {', '.join(found)}, and what threads have of their own is not followed"
 
     def _walked(self, statement: Statement) -> list[_Walked]:
         """Every dim that the statement has a coordinate in."""
@@ -202,7 +211,7 @@ class _Round:
         changed = False
         for position, current in enumerate(walked):
             for earlier in walked[:position]:
-                changed |= self._relate(current, earlier)
+                changed |= self._relate(current, earlier, statement.unknown)
         return changed
 
     def _check_opaque(self, statement: Statement, walked: Sequence[_Class]) -> None:
@@ -219,7 +228,7 @@ class _Round:
                 elif self._root(entry[0]) in walked:
                     self._detach(access, dim, f"index {access.indices[dim]}: it is data")
 
-    def _relate(self, a: _Walked, b: _Walked) -> bool:
+    def _relate(self, a: _Walked, b: _Walked, unknown: str | None) -> bool:
         """What one statement's walking two dims says of their factors; returns whether they became one."""
         factor, other = self._root(a.factor), self._root(b.factor)
         if factor is not other and a.form.terms.keys().isdisjoint(b.form.terms):
@@ -229,10 +238,10 @@ class _Round:
                 return False
             if self._join_if_as_long(factor, other):
                 return True
-        self._disagree(a, b)
+        self._disagree(a, b, unknown)
         return False
 
-    def _disagree(self, a: _Walked, b: _Walked) -> None:
+    def _disagree(self, a: _Walked, b: _Walked, unknown: str | None) -> None:
         """Two dims that share loops but not coordinates: one parameter's dim gives way, else both factors do. What is
         staged on chip gives way before."""
         staged = next((at for at in (a, b) if self._is_staged(at)), None)
@@ -242,6 +251,8 @@ class _Round:
         reads = [at for at in (a, b) if self._is_read_only(at.access)]
         params = [at for at in (a, b) if self._ranges.of(at.access).is_param]
         reason = f"{a} and {b} are walked together, but not element by element"
+        if unknown is not None:
+            reason = f"{unknown}, which is not understood, uses {a.access.buffer.name} and {b.access.buffer.name}"
         if not reads and (sources := [place for at in (a, b) for place in self._sources(at)]):
             for access, dim in sources:
                 self._detach(access, dim, reason)
@@ -306,7 +317,9 @@ class _Round:
         for access, dim, walked, form in self._walked(statement):
             factor = self._root(walked)
             problem = why_not_covered(form, factor.size, statement, self._kernel.analyzer)
-            if problem:
+            if problem and statement.unknown:
+                self._block(factor, f"{statement.unknown}, which is not understood, uses {access.buffer.name}")
+            elif problem:
                 self._block(factor, f"{access.buffer.name} dim {dim}, index {access.indices[dim]}: {problem}")
             for var, coefficient in form.terms.items():
                 known = self._roles.setdefault(var, (factor, coefficient))

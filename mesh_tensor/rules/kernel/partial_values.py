@@ -213,7 +213,8 @@ class PartialValues:
         scope = {loop.var for loop in live_range.scope}
         own = (statement.vars & self._factor.roles.keys()) - scope
         if any(loop.var in own for contribution in partial.contributions for loop in contribution.loops):
-            return f"{describe(statement)} uses {live_range.buffer.name} inside the loop that is still adding to it"
+            uses = f"{describe(statement)} uses {live_range.buffer.name} inside the loop that is still adding to it"
+            return f"{uses} (mt.combine can say how what two parts of the loop leave goes together)"
         return None
 
     def starts(self) -> Iterator[tuple[Statement, str | None]]:

@@ -22,6 +22,7 @@ from .factors import Factor
 from .live_ranges import LiveRange, Taints
 from .padding import padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
+from .reused_buffers import mixed_dims
 from .scans import Scan, find_scans
 from .state_finder import find_states
 from .statements import Access, Kernel, Statement, describe, used_vars
@@ -144,17 +145,8 @@ class _Judgement:
 
     def _mixed_ranges(self) -> Iterator[str]:
         """A buffer that holds the whole factor shrinks with it, so all its live ranges must agree on that."""
-        whole: dict[tuple[tirx.Buffer, int], set[bool]] = {}
-        for live_range in self.coordinates.ranges.all:
-            if live_range.is_param or not (live_range.reads or live_range.writes):
-                continue
-            for dim in range(len(live_range.buffer.shape)):
-                entry = self.coordinates.of_node((live_range, dim))
-                holds = entry is not None and entry[0] is self.factor and not entry[1].terms
-                whole.setdefault((live_range.buffer, dim), set()).add(holds)
-        for (buffer, dim), kinds in whole.items():
-            if len(kinds) > 1:
-                yield f"{buffer.name} dim {dim} holds the whole dim in one place and something else in another"
+        for buffer, dim in mixed_dims(self.coordinates, self.factor):
+            yield f"{buffer.name} dim {dim} holds the whole dim in one place and something else in another"
 
     def _leaks(self) -> Iterator[str]:
         """What depends on how far a state has come may be used in its update only."""

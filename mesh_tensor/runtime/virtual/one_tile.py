@@ -88,7 +88,7 @@ def _one_tile(program: Program, written: KernelStep, kernel: KernelStep, value: 
         whole = whole.with_replicate(axis)
     if not _is_all(program, value, target, whole, users) or program.last_writes[target.storage] is not collective:
         return None
-    func = _kernel(kernel, value, axes)
+    func = _kernel(program, kernel, value, axes)
     if func is None:
         return None
     of = value.shape, torch_dtype(value.dtype)
@@ -123,7 +123,7 @@ def _users(program: Program, storage: str) -> list[Step]:
     return [step for step in work if any(program.values[name].storage == storage for name in step.uses)]
 
 
-def _kernel(step: KernelStep, value: ProgramValue, axes: Sequence[str]) -> tirx.PrimFunc | None:
+def _kernel(program: Program, step: KernelStep, value: ProgramValue, axes: Sequence[str]) -> tirx.PrimFunc | None:
     """The step's kernel without what devices on the axes write to `value` in another's place; None if they may."""
     mesh = value.sharding.mesh
     if step.args.count(value.name) != 1 or not set(axes) <= set(step.axes):
@@ -133,6 +133,13 @@ def _kernel(step: KernelStep, value: ProgramValue, axes: Sequence[str]) -> tirx.
         return None
     func = step.func
     tensors = [func.buffer_map[param] for param in func.params if param in func.buffer_map]
+    layouts = [program.values[name].sharding for name in step.args]
+    apart = [tensor for tensor, layout in zip(tensors, layouts, strict=True) if _differs(layout, axes)]
     own = dict(zip(step.axes, func.params[len(func.params) - len(step.axes) :], strict=True))
     devices = [{own[axis]: mesh.coordinate(rank)[axis] for axis in axes} for rank in group]
-    return left_to_one(func, tensors[step.args.index(value.name)], devices)
+    return left_to_one(func, tensors[step.args.index(value.name)], devices, apart)
+
+
+def _differs(layout: Sharding, axes: Sequence[str]) -> bool:
+    """Whether devices that differ on the axes have other parts of a tensor, or other parts of its sum."""
+    return any(layout.dim_of(axis) is not None or layout.partial_op(axis) is not None for axis in axes)

@@ -128,3 +128,26 @@ def test_several_results_of_one_kernel():
     out, more = kernel(ids, others, table, other)
     assert torch.equal(out, table[ids.long()] * 2)
     assert torch.equal(more, other[others.long()])
+
+
+@T.prim_func
+def by_a_table(
+    ids: T.Tensor((TOKENS,), "int32"),
+    places: T.Tensor((ROWS,), "int32"),
+    table: T.Tensor((ROWS, WIDTH)),
+    out: T.Tensor((TOKENS, WIDTH), "float32"),
+):
+    """Whose a row is says another table."""
+    with T.Kernel(TOKENS, threads=32) as b:
+        place = T.alloc_local((1,), "int32")
+        place[0] = places[ids[b]]
+        for j in T.Parallel(WIDTH):
+            out[b, j] = table[place[0], j]
+
+
+@pytest.mark.parametrize("layouts", [{}, {"places": {"x": 0}}, {"ids": {"x": 0}}])
+def test_places_that_a_table_says(layouts):
+    kernel, _, _ = compiled(by_a_table, {"x": 3}, {"table": {"x": 0}, **layouts}, target="interpret", poison=True)
+    (ids, table), places = tensors(), torch.randint(0, ROWS, (ROWS,)).int()
+    assert torch.equal(kernel(ids, places, table), table[places[ids.long()].long()])
+    assert one_tiles(kernel.program)
