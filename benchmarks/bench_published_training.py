@@ -169,10 +169,11 @@ _KNOWN: dict[tuple, Model] = {}
 def pieces_of(step: Step, machine: mt.Machine) -> Model:
     """The pieces of a step's model, for a device's rows of a microbatch."""
     size = step.microbatch, step.width, step.heads
-    key = (*size, step.model, step.selective, step.overlap, machine.name)
+    data = step.data if step.zero == 3 else 1
+    key = (*size, data, step.model, step.selective, step.overlap, machine)
     if key not in _KNOWN:
-        pieces = pieces_of_gpt(*size, machine, step.model, step.overlap)
-        made = pieces.model(Shape(step.microbatch, step.model, step.selective))
+        pieces = pieces_of_gpt(data * step.microbatch, *size[1:], machine, step.model, step.overlap)
+        made = pieces.model(Shape(step.microbatch, step.model, step.selective, data, step.zero == 3))
         if step.selective:
             *_, core = layer_seconds(layer_of(*size, machine, step.model, True), machine)
             made = replace(made, layer=replace(made.layer, backward=made.layer.backward + core))
@@ -188,7 +189,7 @@ def simulated(step: Step, machine: mt.Machine) -> float:
 
 def step_seconds(choice: Choice, model: Model, layers: Sequence[int], machine: mt.Machine) -> float:
     """Seconds of a step whose stages have so many layers, with what is done to gradients before Adam."""
-    prepared = _PREPARED * max(weights_of_meshes(choice, model, layers)) / (choice.data if choice.zero else 1)
+    prepared = _PREPARED * max(weights_of_meshes(choice, model, layers))
     seconds = Composer(machine, STATES).seconds(choice, [model] * choice.meshes, layers)
     return seconds + prepared / machine.main_memory.rate
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 
 import torch
 from tvm import tirx
@@ -25,6 +27,14 @@ _FAST = 1e9  # a share of the rates at which work takes nothing
 
 def with_kernel(machine: Machine, func: tirx.PrimFunc) -> Machine:
     """The machine, as `Machine.with_kernel` says."""
+    if machine.processor != this_processor():
+        refuse(
+            f"a kernel that is measured on {this_processor()!r} says nothing of {machine.processor or 'another one'!r}",
+            where=f"machine {machine.name!r}",
+            why="its class would be a share of rates that nothing here has",
+            fix="take mt.Machine.measure(), which is this one; a class of another one is stated: "
+            "dataclasses.replace(machine, classes={**machine.classes, 'kernel NAME': Roofline(flops=...)})",
+        )
     func = check_kernel(func)
     check_sizes_known(func)
     run = compile(annotate(func, {"x": 1}, {}), target="c")
@@ -42,6 +52,17 @@ def with_kernel(machine: Machine, func: tirx.PrimFunc) -> Machine:
     nothing, by = Roofline(flops=_FAST, memory=_FAST), "flops" if step.flops else "memory"
     beside, whole = (Simulation(run.program, taking(each)).time for each in (nothing, replace(nothing, **{by: 1.0})))
     return taking(replace(nothing, **{by: (whole - beside) / max(1e-9, took - beside)}))
+
+
+@lru_cache(maxsize=1)
+def this_processor() -> str:
+    """What the processor is called that this runs on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # no Linux
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
 
 
 def _arguments(run: MeshKernel) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from mesh_tensor.runtime.virtual.mesh_tensor import distribute
 from mesh_tensor.simulation import Simulation
 from mesh_tensor.simulation.pipelines import simulate_pipeline
 
-from .kernel_classes import with_kernel
+from .kernel_classes import this_processor, with_kernel
 from .mesh_module import MeshModule
 from .module import distribute_module
 from .pipeline import pipeline
@@ -77,6 +77,7 @@ def _measured(end: float) -> Machine:
         launch=launch,
         call=small.call,
         busy=1.0,
+        processor=this_processor(),
         processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         sources={"all": f"mt.Machine.measure() on {time.strftime('%Y-%m-%d')}, CPU time"},
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from mesh_tensor.plan.manual import NO_AXES, manual_mesh
 from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 from mesh_tensor.searching.choices import DATA, MODEL, Choice
-from mesh_tensor.searching.pieces import Model, Piece
+from mesh_tensor.searching.pieces import Model, Piece, mixed
 from mesh_tensor.simulation import Simulation
 from mesh_tensor.simulation.stages import held_for_backward, tile_bytes, weights_of
 
@@ -32,17 +32,9 @@ from .fragments import Options, StageFragments, training_fragments
 from .pipeline.planned import AlikeStages
 from .pipeline.results import check_loss
 from .pipeline.stated import stage_layouts
+from .split_pieces import Shape, SplitPieces
 
-_STEP = 4  # rows that are planned are powers of it; what is between them is interpolated
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Rows on a device, the size of the model axis, and whether what is between split layers is split by positions."""
-
-    rows: int
-    model: int
-    sequence: bool
+_STEP = 8  # rows that are planned are powers of it; what is between them is interpolated
 
 
 class ModelPieces:
@@ -64,6 +56,7 @@ class ModelPieces:
         self._symbols = ModuleSignature(self.flow.mod, function).symbols
         self._weights = [name for name in self.flow.params if name not in inputs and self.flow.is_float(name)]
         self._known: dict[Shape, Model] = {}
+        self._split = SplitPieces(self)
         self._flows: dict[int, Flow] = {}
         self._cuts: dict[tuple, tuple[Stage, ...]] = {}
         self._layouts, self._kinds = layouts, "FBIW" if halves else "FB"
@@ -160,13 +153,27 @@ class ModelPieces:
         names = dict.fromkeys((*self.leaving, *(self.sums if sequence else ())))
         return {**{name: dict(layout) for name, layout in self.model_layouts.items()}, **dict.fromkeys(names, between)}
 
+    def over_rows(self, data: int, sequence: bool) -> dict[str, dict[str, int]]:
+        """The same, where so many devices of the data axis split the batch by rows."""
+        rows = {DATA: 0} if data > 1 else {}
+        return self.shardings(sequence, rows) | {name: dict(rows) for name in self.inputs}
+
     def models(self, choice: Choice, batch: int) -> list[Model]:
         """The pieces on every mesh of a choice."""
-        shapes = [Shape(each.rows(batch), each.model, each.sequence and each.model > 1) for each in choice.each]
-        return [self.model(shape) for shape in shapes]
+        return [self.model(self._shape(each, batch)) for each in choice.each]
+
+    def _shape(self, choice: Choice, batch: int) -> Shape:
+        """That of a mesh. How many devices share the rows counts where they share weights, too, or a module's own."""
+        split = choice.zero == 3 and choice.data > 1
+        data = choice.data if split or self.rows is not None else 1
+        return Shape(choice.rows(batch), choice.model, choice.sequence and choice.model > 1, data, split)
 
     def model(self, shape: Shape) -> Model:
         """The pieces in this shape: as planned, or between two that are."""
+        if shape.split:
+            if shape not in self._known:
+                self._known[shape] = self._split.model(shape)
+            return self._known[shape]
         if self.rows is not None or shape.rows == 1:
             return self._planned(shape)
         below = 1
@@ -181,8 +188,9 @@ class ModelPieces:
     def _planned(self, shape: Shape) -> Model:
         if shape not in self._known:
             self.planned += 1
-            flow = self.flow_of(shape.rows)
-            before, layer, after = (self._piece(flow, stage, shape) for stage in self._stages(flow))
+            flow, layouts = self.flow_of(shape.rows), self.over_rows(shape.data, shape.sequence)
+            mesh = {DATA: shape.data, MODEL: shape.model}
+            before, layer, after = (self.piece(flow, stage, mesh, layouts)[0] for stage in self.around(flow))
             self._known[shape] = Model(before, layer, after, self.layers.count)
         return self._known[shape]
 
@@ -210,15 +218,19 @@ class ModelPieces:
         stated = {name: number for number, names in enumerate(groups) for name in names}
         return cut(flow, spread(flow, stated, len(groups)), [f"m{n}" for n in range(len(groups))], only)
 
-    def _stages(self, flow: Flow) -> tuple[Stage, ...]:
+    def around(self, flow: Flow) -> tuple[Stage, ...]:
         """Before the layers, a layer, after them."""
         count = self.layers.count
         return self.stages_of(flow, (0, *[1] * count, 0), (0, min(2, count), count + 1))
 
-    def _piece(self, flow: Flow, stage: Stage, shape: Shape) -> Piece:
-        topology = Topology({stage.mesh: {MODEL: shape.model}})
-        here = self.fragments(flow, replace(stage, index=0), topology, self.shardings(shape.sequence), self._kinds)
-        return self._measured(here)
+    def piece(
+        self, flow: Flow, stage: Stage, mesh: Mapping[str, int], layouts: Mapping[str, Any]
+    ) -> tuple[Piece, dict[str, Simulation], StageFragments]:
+        """A stage as a piece, and what its fragments do."""
+        topology = Topology({stage.mesh: mesh})
+        here = self.fragments(flow, replace(stage, index=0), topology, layouts, self._kinds)
+        runs = {kind: Simulation(each.module.program, self.machine) for kind, each in here.fragments.items()}
+        return self._measured(here, runs), runs, here
 
     def fragments(
         self,
@@ -240,8 +252,7 @@ class ModelPieces:
         here = make() if known is None else known.made(stage, mesh, layouts, wrt, kinds, make)
         return replace(here, stage=stage, inputs=tuple(name for name in stage.params if name in self.inputs))
 
-    def _measured(self, here: StageFragments) -> Piece:
-        made = {kind: Simulation(each.module.program, self.machine) for kind, each in here.fragments.items()}
+    def _measured(self, here: StageFragments, made: Mapping[str, Simulation]) -> Piece:
         trained = [name for name in weights_of(here) if name in self.weights]
         nbytes, held = tile_bytes(here, weights_of(here)), held_for_backward(here)
         kept = int(held.forward)
@@ -274,11 +285,6 @@ def _whole_bytes(here: StageFragments, names: Iterable[str]) -> int:
 def between(low: Model, high: Model, below: int, above: int, rows: int) -> Model:
     """What has rows between two that are known; affine in them."""
     share = (rows - below) / (above - below)
-
-    def mixed(a: Piece, b: Piece) -> Piece:
-        numbers = {name: x + share * (getattr(b, name) - x) for name, x in vars(a).items()}
-        whole = ("weights", "elements", "tensors", "kept", "taken", "received", "working", "halfway")
-        return Piece(**{name: round(n) if name in whole else n for name, n in numbers.items()})
-
-    before, layer, after = (mixed(getattr(low, name), getattr(high, name)) for name in ("before", "layer", "after"))
+    names = "before", "layer", "after"
+    before, layer, after = (mixed(getattr(low, name), getattr(high, name), share) for name in names)
     return Model(before, layer, after, low.layers)

@@ -213,7 +213,7 @@ def in_full(plan: Estimate, pieces: ModelPieces, composer: Composer, batch: int)
         mine = [here for here in stages if sim.schedule.mesh_of[here.stage.index] == mesh]
         own = Stage(tuple(own_state(here, pieces) for here in mine))
         here = choice.each[mesh]
-        took = max(took, composer.update(here, own, split=here.zero == 3))
+        took = max(took, composer.update(here, own))
         most = max(most, peak + composer.kept(here, own.elements))
     return replace(plan, time=sim.time + took, memory=most, in_full=True, together=(plan.time, plan.memory))
 

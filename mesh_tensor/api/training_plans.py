@@ -29,6 +29,8 @@ from .model_pieces import ModelPieces
 from .pipeline import Pipeline, pipeline
 from .pipeline.planned import AlikeStages
 from .pipeline.weights import Rule
+from .split_pieces import layouts_over_data
+from .strategies import combine
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,17 +192,9 @@ class _Planned:
 def shardings_of(pieces: ModelPieces, choice: Choice) -> dict[str, dict[str, int]]:
     """The layouts of a choice: the batch and what is between layers by rows, weights as Megatron's, and with ZeRO-3
     over the data axis as well."""
-    made = pieces.shardings(choice.sequence, {DATA: 0} if choice.data > 1 else {})
+    made = pieces.over_rows(choice.data, choice.sequence)
+    if choice.zero == 3 and choice.data > 1:
+        made = combine(made, layouts_over_data(pieces.weights, pieces.model_layouts, choice.data))
     if choice.model == 1:
         made = {name: {axis: d for axis, d in layout.items() if axis == DATA} for name, layout in made.items()}
-    made |= {name: {DATA: 0} if choice.data > 1 else {} for name in pieces.inputs}
-    if choice.zero == 3:
-        for name, size in pieces.weights.items():
-            made[name] = {**made.get(name, {}), **_over_data(size, made.get(name, {}), choice)}
     return {name: layout for name, layout in made.items() if layout or name not in pieces.weights}
-
-
-def _over_data(shape: Sequence[int], layout: Mapping[str, int], choice: Choice) -> dict[str, int]:
-    """Over the first dim that is whole and long enough; vectors stay whole."""
-    free = [dim for dim, size in enumerate(shape) if dim not in layout.values() and size >= choice.data]
-    return {DATA: free[0]} if free and len(shape) > 1 else {}

@@ -123,6 +123,7 @@ class Machine:
     apart      where devices share processors: seconds in which a step is handed to those that take it at the same time
     result     seconds in which a run hands a result to its caller, beside copying it; 0: it is handed on as it is
     action     of a pipeline: seconds of an action beside its fragment's run, as threads wait for each other's values
+    processor  which one `measure` ran on; None: its rates are of no processor that is known
     price      of a device, per hour
     classes    operators that reach another share of the rates, by operator or by class of operators
 
@@ -147,6 +148,7 @@ class Machine:
     apart: float = 0.0
     result: float = 0.0
     action: float = 0.0
+    processor: str | None = None
     price: float | None = None
     classes: Mapping[str, Roofline] = field(default_factory=dict)
     tuning: Tuning = field(default_factory=Tuning)
@@ -299,12 +301,13 @@ class Machine:
         return cls._measure(seconds)
 
     def with_kernel(self, kernel: Any) -> Machine:
-        """The machine with a class for a kernel: the share of its rates that the kernel reaches here, at the sizes that
-        it has, on one device of target "c". Simulations go by that for kernels of its name, at all sizes; one that has
-        a class is not measured again.
+        """The machine, which `measure` gave here, with a class for a kernel: the share of its rates that the kernel
+        reaches, at the sizes that it has, on one device of target "c". Simulations go by that for kernels of its name,
+        at all sizes; one that has a class is not measured again.
 
         Raises:
-            MeshTensorError: it is no kernel of known sizes, or doesn't run.
+            MeshTensorError: the machine's rates are not those of this processor, or it is no kernel of known sizes, or
+                doesn't run.
         """
         return Machine._with_kernel(self, kernel)
 

@@ -40,6 +40,9 @@ def problems_of(machine: Machine) -> Iterable[str]:
     """What can't be, of a machine's numbers."""
     if not isinstance(machine.name, str) or not machine.name:
         yield f"its name is {shown(machine.name)}"
+    processor: object = machine.processor
+    if not (processor is None or isinstance(processor, str)):
+        yield f"processor is {shown(processor)}, no text"
     if not machine.flops:
         yield "no rate of operations (flops)"
     if not machine.memory:

@@ -197,6 +197,7 @@ def table(machine: Machine) -> str:
     levels = "; ".join(f"{_short(level.size)}B at {_short(level.rate)}B/s" for level in machine.memory)
     count = "" if machine.devices is None else f"{machine.devices} of "
     lines = [f"machine {machine.name}", f"  devices  {count}{rates} flop/s", f"  memory   {levels}"]
+    lines += [f"  on       {machine.processor}"] * (machine.processor is not None)
     lines += [f"  launch   {_time(machine.launch)}"]
     if machine.processors is not None:
         again = f"{_time(machine.turn)} and {machine.start:.3g} launches"

@@ -193,7 +193,7 @@ def _resume(graph: Graph, atoms: Atoms, spread: Spread, conflicts: Collection[Co
 def stored_axes(graph: Graph, atoms: Atoms) -> dict[Value, frozenset[str]]:
     """Per annotated weight the axes that only store it."""
     split = {value: frozenset(stated.sharding.as_dict()) for value, stated in graph.annotations.items()}
-    weights, inputs = _weights_and_inputs(graph, atoms)
+    weights, _ = _weights_and_inputs(graph, atoms)
     by_weights: frozenset[str] = frozenset().union(*(split[value] for value in weights))
     by_others: frozenset[str] = frozenset().union(*(axes for value, axes in split.items() if value not in weights))
     shared = by_weights & by_others
@@ -206,7 +206,7 @@ def stored_axes(graph: Graph, atoms: Atoms) -> dict[Value, frozenset[str]]:
         alone.start(value, shared)
     alone.run()
     disagreeing = {conflict.axis for conflict in alone.conflicts()}
-    for value in inputs:
+    for value in graph.annotations.keys() - set(weights):
         asked, stated = alone.places[value], refine_sharding(graph.annotations[value].sharding, value, atoms)
         disagreeing |= {axis for axis, place in stated.items() if asked.get(axis, place) != place}
     return {value: split[value] & disagreeing for value in weights}

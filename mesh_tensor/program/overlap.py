@@ -18,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from mesh_tensor.base.collectives import COLLECTIVES
+from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
+from mesh_tensor.base.placement import Partial, Shard
 from mesh_tensor.rules.kernel.factors import Blocked
 
 from .builder import with_lifetimes
@@ -208,6 +209,7 @@ class _Rewriter:
 
 # Products, kernels or updates of parameters that may run between a collective's start and the use of its result.
 _AHEAD = CPU.tuning.products_ahead
+_SCATTERED = BETWEEN[Partial, Shard].name
 
 
 def early_starts(steps: Sequence[Step], values: Mapping[str, ProgramValue]) -> Sequence[Step]:
@@ -222,6 +224,7 @@ def early_starts(steps: Sequence[Step], values: Mapping[str, ProgramValue]) -> S
     before: dict[int, list[CollectiveStep]] = {}
     waits: dict[int, list[WaitStep]] = {}
     moved: set[int] = set()
+    scattered: list[tuple[int, int, WaitStep]] = []  # where they start, and where they are waited for
     for index, step in enumerate(steps):
         collective, end = step.starts, index + 1
         if collective is not None and collective.wait and COLLECTIVES[collective.kind].sends:
@@ -234,6 +237,9 @@ def early_starts(steps: Sequence[Step], values: Mapping[str, ProgramValue]) -> S
                 moved.add(index)
                 before.setdefault(start, []).append(started)
                 waits.setdefault(first_use, []).append(WaitStep(started))
+                if collective.kind == _SCATTERED:
+                    scattered.append((start, first_use, WaitStep(started)))
+                    _wait_by(start, scattered[:-_AHEAD][-1:], waits)
         written |= dict.fromkeys(writes[index], end)
         used |= dict.fromkeys(uses[index], end)
     if not moved:
@@ -251,6 +257,15 @@ def _here(starts: list[CollectiveStep], waits: list[WaitStep], stored: Mapping[s
     sent = {stored[wait.collective.src] for wait in waits}
     later = [step for step in starts if stored[step.src] in made or stored[step.dst] in made | sent]
     return [*(step for step in starts if step not in later), *waits, *later]
+
+
+def _wait_by(place: int, scattered: Sequence[tuple[int, int, WaitStep]], waits: dict[int, list[WaitStep]]) -> None:
+    """What was scattered is waited for at a place, if that was to be later: what is sent is larger than what is made,
+    and is there until then."""
+    for start, until, wait in scattered:
+        if start < place < until:
+            waits[until].remove(wait)
+            waits.setdefault(place, []).append(wait)
 
 
 def _earliest(steps: Sequence[Step], ready: int, index: int) -> int:

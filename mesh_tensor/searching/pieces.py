@@ -21,8 +21,7 @@ Fragments = tuple[float, ...]  # seconds of a stage's actions, by their place in
 _KINDS = "FBIW"
 _GRADIENT = 4  # bytes of an element of a gradient: sums are kept in float32
 _STATE = 4  # bytes of each number that an optimizer keeps
-_REDUCED, _SCATTERED = BETWEEN[Partial, Replicate], BETWEEN[Partial, Shard]
-_GATHERED = BETWEEN[Shard, Replicate]
+_REDUCED, _GATHERED = BETWEEN[Partial, Replicate], BETWEEN[Shard, Replicate]
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,9 @@ class Piece:
     kept       what its forward leaves for its backward, and `taken`: what it takes of others or of the batch;
                `received`: what it takes of others, every element from one device
     working    the most that is there beside weights and what is kept
+
+    With ZeRO-3 there is a piece for every size of the data axis: its weights are those that a device has, and its times
+    have what is gathered and scattered; `ending`: seconds in which what stays whole is reduced at last.
     """
 
     forward: float
@@ -50,6 +52,22 @@ class Piece:
     inputs: float = 0.0
     own: float = 0.0
     halfway: int = 0
+    ending: float = 0.0
+
+
+_WHOLE = ("weights", "elements", "tensors", "kept", "taken", "received", "working", "halfway")
+
+
+def mixed(low: Piece, high: Piece, share: float) -> Piece:
+    """What is between two pieces, such a share of the way from the first one on, or beyond."""
+    numbers = {name: value + share * (getattr(high, name) - value) for name, value in vars(low).items()}
+    return Piece(**{name: max(0, round(n)) if name in _WHOLE else max(0.0, n) for name, n in numbers.items()})
+
+
+def grown(piece: Piece, few: Piece, many: Piece) -> Piece:
+    """What a piece takes more where another one, which differs in what is sent, grows from `few` to `many`."""
+    more = {name: getattr(many, name) - value for name, value in vars(few).items()}
+    return Piece(**{name: max(0, value + more[name]) for name, value in vars(piece).items()})
 
 
 @dataclass(frozen=True)
@@ -69,6 +87,19 @@ class Stage:
     @property
     def tensors(self) -> int:
         return sum(piece.tensors for piece in self.pieces)
+
+    @property
+    def ending(self) -> float:
+        return sum(piece.ending for piece in self.pieces)
+
+    @property
+    def working(self) -> int:
+        """The most that is there beside weights and what is kept: a backward holds the gradients that it has made."""
+        most = made = 0
+        for piece in reversed(self.pieces):
+            most = max(most, made + piece.working)
+            made += _GRADIENT * piece.elements
+        return most
 
     @property
     def held(self) -> Held:
@@ -142,7 +173,7 @@ class Composer:
 
     def _most(self, choice: Choice, stages: Sequence[Stage], activations: float) -> int:
         """What a device holds at most that has these stages, and so much for backwards."""
-        working = max(max(p.working for p in stage.pieces) for stage in stages)
+        working = max(stage.working for stage in stages)
         if choice.recompute:
             working += int(max(stage.held.forward for stage in stages))
         return int(activations) + working + sum(self._state(choice, stage) for stage in stages)
@@ -160,10 +191,7 @@ class Composer:
         """Weights, gradients and what the optimizer keeps."""
         weights, gradients = stage.weights, _GRADIENT * stage.elements
         states = _STATE * self._states * stage.elements
-        split = choice.data if choice.zero else 1
-        if choice.zero < 3:
-            return weights + gradients + states // split
-        return (weights + gradients + states) // split + max(piece.weights for piece in stage.pieces)
+        return weights + gradients + states // (choice.data if choice.zero == 1 else 1)
 
     def seconds(self, choice: Choice, models: Sequence[Model], layers: Sequence[int]) -> float:
         """Of a step: the schedule, what devices with the same weights exchange at its end, and the optimizer's
@@ -191,35 +219,26 @@ class Composer:
         return tuple(_on_link(self._machine.joining(*pair), sent) for pair in [*pairs, (0, ends[-1] - 1)])
 
     def _fragments(self, choice: Choice, stage: Stage) -> Fragments:
-        """A stage's forward and backward on a microbatch, and the halves of that: with ZeRO-3 every piece's weights are
-        gathered for all, and their gradients are scattered; else gradients are added to what there is of them."""
+        """A stage's forward and backward on a microbatch, and the halves of that; gradients are added to what there is
+        of them."""
         kinds = ("forward", "backward", "inputs", "own")
         forward, backward, inputs, own = (sum(getattr(p, kind) for p in stage.pieces) for kind in kinds)
         if choice.recompute:
             backward += forward
-        if choice.zero == 3:
-            gathered = sum(self._over_data(choice, _GATHERED, piece.weights, piece.tensors) for piece in stage.pieces)
-            scattered = sum(self._over_data(choice, _SCATTERED, piece.weights, piece.tensors) for piece in stage.pieces)
-            both = gathered + scattered
-            times = (forward, gathered), (backward, both), (inputs, gathered), (own, both)
-            return tuple(self._beside(*each) for each in times)
         added = self._update(3 * _GRADIENT * stage.elements) * (choice.microbatches > 1)
         return forward, backward + added, inputs, own + added
 
-    def _beside(self, computing: float, sending: float) -> float:
-        """What is sent is started early: what computes hides it, and loses the machine's share to it."""
-        return max(sending, computing + self._machine.busy * sending)
-
     def _end(self, choice: Choice, stage: Stage) -> float:
         """After the last microbatch: gradients are reduced, weights and states updated."""
+        if choice.zero == 3:
+            return stage.ending + self.update(choice, stage)
         reduced = self._over_data(choice, _REDUCED, _GRADIENT * stage.elements, stage.tensors)
-        return reduced * (choice.zero < 3) + self.update(choice, stage)
+        return reduced + self.update(choice, stage)
 
-    def update(self, choice: Choice, stage: Stage, split: bool = False) -> float:
-        """Seconds in which an optimizer changes a stage's weights, and what it keeps; `split`: the stage's numbers are
-        those of a device's own part, whatever ZeRO is."""
+    def update(self, choice: Choice, stage: Stage) -> float:
+        """Seconds in which an optimizer changes a stage's weights, and what it keeps."""
         touched = _GRADIENT * stage.elements + 2 * stage.weights + 2 * _STATE * self._states * stage.elements
-        took = touched / (1 if split or not choice.zero else choice.data) / self._machine.main_memory.rate
+        took = touched / (choice.data if choice.zero == 1 else 1) / self._machine.main_memory.rate
         return took + self._over_data(choice, _GATHERED, stage.weights, stage.tensors) * (choice.zero == 1)
 
     def kept(self, choice: Choice, elements: int) -> int:

@@ -20,7 +20,7 @@ from mesh_tensor.program.verify import held_bytes, peak_bytes
 
 from .costs import COMPUTE
 from .pipelines import PipelineSimulation, simulate_pipeline
-from .streams import RUN, WAIT, Events, called_seconds, critical, play
+from .streams import RUN, WAIT, Event, Events, called_seconds, critical, play
 from .summary import Group, check_count, groups, named_kinds, page, per_second, table, trace, used_share, why
 
 
@@ -98,6 +98,15 @@ class Simulation:
         self._called = called_seconds(program, machine)
         self.time = took + self._called
         self.computing = sum(event.seconds for event in self._events.all if event.kind == RUN)
+
+    @property
+    def events(self) -> list[Event]:
+        """What its steps do to the streams of a device, in order, and `numbers` which steps of the program do it."""
+        return self._events.all
+
+    @property
+    def numbers(self) -> list[int]:
+        return self._events.steps
 
     @cached_property
     def held(self) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 from mesh_tensor.base.collectives import BETWEEN, collective_time
 from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Link, Machine
+from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.placement import Partial, Replicate
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipelining.check import Held
@@ -38,14 +39,16 @@ def _as_made(here: Any, name: str) -> Sharding:
     return made.layouts[name]
 
 
-def reducing_seconds(here: Any, machine: Machine) -> float:
-    """Seconds in which the gradients of a stage's weights are reduced that its backwards leave as parts."""
-    seconds, rounds = 0.0, machine.rounds(here.mesh.num_devices)
+def reducing_seconds(here: Any, machine: Machine, mesh: Mesh | None = None) -> float:
+    """Seconds in which the gradients of a stage's weights are reduced that its backwards leave as parts; on another
+    mesh, if one is given, that differs in axes over which they are parts."""
+    mesh = here.mesh if mesh is None else mesh
+    seconds, rounds = 0.0, machine.rounds(mesh.num_devices)
     for name in map(gradient_name, summed_gradients(here)):
         if axes := tuple(axis for axis, _ in _as_made(here, name).partial):
-            group = math.prod(here.mesh.size(axis) for axis in axes)
+            group = math.prod(mesh.size(axis) for axis in axes)
             received = 2 * (group - 1) / group * tile_bytes(here, [name], GRADIENT)
-            seconds += rounds * collective_time(machine, BETWEEN[Partial, Replicate].name, received, here.mesh, axes)
+            seconds += rounds * collective_time(machine, BETWEEN[Partial, Replicate].name, received, mesh, axes)
     return seconds
 
 

@@ -55,6 +55,7 @@ def machine():
 def test_a_machine_comes_out(machine):
     assert machine.processors >= 1
     assert machine.busy == 1.0
+    assert machine.processor == kernel_classes.this_processor()
     assert 1e8 < machine.peak("float32") < 1e14
     assert [level.size for level in machine.memory] == sorted(level.size for level in machine.memory)
     rates = [level.rate for level in machine.memory]
@@ -91,6 +92,7 @@ def test_larger_products_take_longer_there(machine):
 
 
 ONE = Machine("one", {"float32": 1e12}, (Memory(1 << 30, 1e11),), launch=1e-6, call=2e-6)
+ONE = replace(ONE, processor=kernel_classes.this_processor())
 
 
 @pytest.mark.parametrize(("kernel", "size"), [(matmul, (64, 64, 64)), (softmax, (32, 64))])
@@ -123,6 +125,14 @@ def test_a_kernel_is_measured_once(monkeypatch):
 def test_what_is_no_kernel_of_known_sizes_is_not_measured(kernel, fact):
     with pytest.raises(mt.MeshTensorError, match=fact):
         ONE.with_kernel(kernel)
+
+
+@pytest.mark.parametrize("other", [mt.Machine.preset("h100"), replace(ONE, processor="another one")])
+def test_a_kernel_that_runs_here_says_nothing_of_another_machine(other):
+    with pytest.raises(mt.MeshTensorError, match="says nothing of 'another one'") as caught:
+        other.with_kernel(matmul(32, 32, 32))
+    for part in (repr(other.name), repr(ONE.processor), "a share of rates that nothing here has", "Machine.measure()"):
+        assert part in str(caught.value)
 
 
 def test_it_is_a_method_of_machine():

@@ -16,6 +16,7 @@ from kernels.models import gpt2
 from mesh_tensor.api import model_pieces, search_training
 from mesh_tensor.api.pipeline import planned
 from mesh_tensor.api.search_training import in_full
+from mesh_tensor.api.split_pieces import layouts_over_data
 from mesh_tensor.base.machine import Link, Memory
 from mesh_tensor.searching.choices import Choice
 from mesh_tensor.searching.pieces import Composer, Estimate
@@ -106,11 +107,38 @@ def test_zero_1_updates_parts_and_keeps_states_for_them(found):
 
 def test_pieces_say_what_planning_in_full_says(found):
     composer = Composer(CPU, 2)
-    plain = [p for p in found.plans if p.choice.zero < 3 and not p.choice.recompute and not p.choice.sequence]
-    for plan in random.Random(1).sample(plain, 5):
-        full = in_full(replace(plan, in_full=False), found.pieces, composer, 8)
+    plain = [p for p in found.plans if not p.choice.recompute and not p.choice.sequence]
+    for split in (False, True):
+        for plan in random.Random(1).sample([p for p in plain if (p.choice.zero == 3) == split], 4):
+            full = in_full(replace(plan, in_full=False), found.pieces, composer, 8)
+            assert plan.time == pytest.approx(full.time, rel=0.15)
+            assert plan.memory == pytest.approx(full.memory, rel=0.15)
+
+
+def test_rows_of_a_module_are_shared_by_devices_of_the_data_axis():
+    """Pieces of a module for four rows were priced as if every device computed all of them."""
+    program = torch.export.export(Loss(2), (torch.randint(64, (4, 8)), torch.randint(64, (4, 8))))
+    few = {"model": [1], "schedules": ["1f1b"], "recompute": [False], "zero": [0, 3]}
+    found = mt.search(mt.from_torch(program, check=False), 4, FAST, batch=8, finalists=0, **few)
+    plans = [plan for plan in found.plans if plan.choice.data == 4]
+    assert [plan.choice.rows(8) for plan in plans] == [1, 1]
+    for plan in plans:
+        full = in_full(plan, found.pieces, Composer(FAST, 2), 8)
         assert plan.time == pytest.approx(full.time, rel=0.15)
-        assert plan.memory == pytest.approx(full.memory, rel=0.3)
+
+
+def test_weights_are_split_over_the_data_axis_where_heads_are_not():
+    """Twelve heads can't be shared by eight devices: such weights stayed whole."""
+    weights = {"query": (768, 768), "out": (768, 768), "narrow": (4, 96), "bias": (768,), "table": (50000, 768)}
+    model = {"query": {"model": 0}, "out": {"model": 1}, "bias": {"model": 0}}
+    split = layouts_over_data(weights, model, 8)
+    assert split == {
+        "query": {"data": 1},
+        "out": {"data": 0},
+        "narrow": {"data": 1},
+        "bias": {},
+        "table": {"data": 0},
+    }
 
 
 def test_finalists_are_not_all_of_what_pieces_leave_most_out_of(monkeypatch):

@@ -43,6 +43,22 @@ def test_every_axis_by_itself():
     assert kinds(plan) == ["all_gather", "all_gather", "all_reduce"]
 
 
+def test_weights_that_agree_with_each_other_and_not_with_what_is_stated_between_layers_are_stored():
+    """They could all split the features of what is between layers, as which rows were exchanged in every layer; an
+    input that has no features, such as tokens, doesn't say that."""
+
+    def build(emit, x, table, w1, w2):
+        before = emit(op.add(x, table), "before")
+        h = emit(op.nn.gelu(emit(op.matmul(before, w1))), "h")
+        return emit(op.add(before, emit(op.matmul(h, w2))), "after")
+
+    mod = function(build, x=(64, 1), table=(16,), w1=(16, 32), w2=(32, 16))
+    weights = {"table": {"d": 0}, "w1": {"d": 0, "m": 1}, "w2": {"m": 0, "d": 1}}
+    plan = planned(mod, {"d": 2, "m": 2}, {"x": {"d": 0}, **weights, "after": {"d": 0}})
+    assert [layouts(plan)[name] for name in ("before", "h", "after")] == ["S[0], R", "S[0], S[1]", "S[0], R"]
+    assert kinds(plan) == ["all_gather", "all_gather", "all_gather", "all_reduce"]
+
+
 def test_through_casts_and_turns():
     def build(emit, x, w1, w2):
         h = emit(op.nn.relu(emit(op.matmul(x, emit(op.permute_dims(emit(op.astype(w1, "float32"))))))), "h")

@@ -81,3 +81,20 @@ def test_results_are_those_of_bulk(poison):
     for made in (bulk, early, with_overlap(bulk, "off")):
         results = Launch(made, find_target("interpret"), poison=poison)(given, {})
         torch.testing.assert_close(results, {"B": given["A"] + 1, "C": given["G"] + 1}, rtol=0, atol=0)
+
+
+def test_what_is_scattered_is_waited_for_when_two_others_have_started():
+    """What is sent is as large as all that is made of it: five results of eight elements would all be there at last."""
+    values, steps, results = [value("A", (8,), MESH, {"x": 0})], [], []
+    for n in range(5):
+        values += [value(f"P{n}", (8,), MESH, {}, {"x": "sum"}), value(f"S{n}", (8,), MESH, {"x": 0})]
+        scatter = replace(collective("reduce_scatter", f"P{n}", f"S{n}", "x", "sum", dst_dim=0), bytes=16)
+        steps += [add_one("A", f"P{n}"), scatter]
+        results.append(f">S{n}")
+    values.append(value("C", (8,), MESH, {"x": 0}))
+    made = order(program(MESH, values, [*steps, add_one("A", "C")], ["A", *results, ">C"]))
+    names = [f"reduce_scatter(P{n}, sum) over x" for n in range(5)]
+    ends = {name: made.index(f"the end of {name}") for name in names}
+    for first, third in zip(names, names[2:], strict=False):
+        assert ends[first] == made.index(f"start {third}") + 1
+    assert made[-2:] == [f"the end of {name}" for name in names[3:]]
