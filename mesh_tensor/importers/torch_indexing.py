@@ -185,6 +185,13 @@ def concat(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return values[0] if len(values) == 1 else emit(importer, relax.op.concat(values, axis=dim))
 
 
+def stacked(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Side by side along a dim of their own, in the result's dtype."""
+    tensors, dim = arguments(node, importer, 1, dim=0)
+    values = [in_result_dtype(node, importer, importer.env[tensor]) for tensor in tensors]
+    return emit(importer, relax.op.stack(values, axis=dim))
+
+
 def uninitialized(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Memory that something writes before it is read: zeros."""
     (sizes,) = arguments(node, importer, 1)
@@ -202,6 +209,7 @@ SHAPES = {
     "cat.default": concat,
     "empty_permuted.default": uninitialized,
     "expand.default": expand,
+    "stack.default": stacked,
     "tril_indices.default": triangle,
     "triu_indices.default": triangle,
 }

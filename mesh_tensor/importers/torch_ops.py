@@ -40,6 +40,7 @@ KEPT = (
     _aten.detach.default,
     _aten.one_hot.default,
     _aten.roll.default,
+    _aten.stack.default,
     _aten.bilinear.default,
     _aten._safe_softmax.default,
     _aten.special_xlog1py.default,

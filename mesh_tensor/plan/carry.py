@@ -8,6 +8,7 @@ What several take, and each of them hands on pending, is completed before, where
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Sharding
@@ -73,6 +74,8 @@ def _meeting(
             results = zip(rule.outputs, rule.partial, strict=True)
             produced = tuple(result_layout(graph.mesh, factors, split, ops, order) for factors, ops in results)
             decision = found[node] = Decision(split, split, needed, produced)
+        if (other := _with_whole_terms(node, atoms, decision, pending, uses)) is not None:
+            decision = found[node] = other
         taken = taken_of(node, atoms, {node: decision}, pending)
         for value, left in left_by(node, rule, decision, taken, pending):
             if value not in graph.annotations and not _is_narrow_sum(value, left, widened):
@@ -81,6 +84,44 @@ def _meeting(
         if node in found and _moves(node, atoms.rules[node]) and not _is_added(node, atoms, found, uses):
             del found[node]
     return found
+
+
+def _with_whole_terms(
+    node: Node,
+    atoms: Atoms,
+    decision: Decision,
+    pending: Mapping[Value, Pending],
+    uses: Mapping[Value, list[tuple[Node, int]]],
+) -> Decision | None:
+    """Another decision for a node that adds what all devices have to a pending sum, of which less is made next (the
+    chosen experts' results, with their biases, are summed): one device adds it, and others 0."""
+    waiting = [value for value in node.inputs if value in pending]
+    if len(waiting) != 1 or not _adds(node, atoms.rules[node]) or not _shrinks(node.outputs[0], atoms, uses):
+        return None
+    (left,) = [pending[value] for value in waiting]
+    if left.owner is not None or any(op != "sum" or axis in decision.split for axis, op in left.parts):
+        return None
+    needed = list(decision.needed)
+    for number, value in enumerate(node.inputs):
+        for axis, op in left.parts if value not in pending else ():
+            needed[number] = needed[number].with_partial(axis, op)
+    return replace(decision, needed=tuple(needed))
+
+
+def _shrinks(value: Value, atoms: Atoms, uses: Mapping[Value, list[tuple[Node, int]]]) -> bool:
+    """Whether something smaller is made of the value alone, by nodes that are linear in it."""
+    size = value.type.elements
+    while len(users := uses.get(value, ())) == 1:
+        ((node, position),) = users
+        rule = atoms.rules[node].rule
+        if len(node.outputs) != 1 or not (
+            frozenset({position}) in rule.linear or (rule.moves and len(node.inputs) == 1)
+        ):
+            return False
+        (value,) = node.outputs
+        if value.type.elements < size:
+            return True
+    return False
 
 
 def _moves(node: Node, rule: NodeRule) -> bool:
@@ -248,7 +289,11 @@ def _is_linear(node: Node, rule: NodeRule, decision: Decision, waiting: Mapping[
     if finite or any(s.partial for s in decision.produced) or any(axis in decision.split for axis, _ in parts):
         return False
     sums, all_wait = all(op == "sum" for _, op in parts), len(waiting) == len(node.inputs)
-    return (sums and (frozenset(waiting) in rule.rule.linear or _widens(node))) or (rule.rule.moves and all_wait)
+    terms = {i for i, needed in enumerate(decision.needed) if needed.partial and i not in waiting}  # of one device
+    if terms and any(left.owner is not None for left in waiting.values()):
+        return False
+    together = frozenset(waiting) | terms
+    return (sums and (together in rule.rule.linear or _widens(node))) or (rule.rule.moves and all_wait)
 
 
 def _is_narrow_sum(value: Value, left: Pending, widened: Collection[Value]) -> bool:

@@ -1,4 +1,5 @@
-"""Operators in another form: taken apart, where a dim is split that they need whole (a softmax, into a max, ...);
+"""Operators in another form: taken apart, where a dim is split that they need whole (a softmax into a max, ..., a
+variance into two means);
 axes that are, so that one splits two factors; dims that are apart elsewhere; and sums of several parts that wait for
 devices: added to each other before anything else is, so that one collective completes them all. `x + a + b`, of
 which a and b are products over a split dim, becomes `(a + b) + x`."""
@@ -12,9 +13,9 @@ from dataclasses import dataclass, replace
 from tvm import relax
 
 from mesh_tensor.annotations.module_annotations import Annotation
-from mesh_tensor.base.dtypes import NARROW
+from mesh_tensor.base.dtypes import NARROW, is_float
 from mesh_tensor.base.sub_axes import Refinement
-from mesh_tensor.rules.operator.call import op_call
+from mesh_tensor.rules.operator.call import OpCall, op_call
 from mesh_tensor.rules.operator.cost import count_flops
 from mesh_tensor.rules.operator.shape import merge_call
 
@@ -41,10 +42,10 @@ def _pays(node: Node, graph: Graph, atoms: Atoms, layouts: Layouts) -> bool:
     """Whether two sums along the dim take less than to gather it, and to do the work of all its devices on each. The
     result is split as the operand is then, unless another layout is stated for it."""
     (x,), (result,) = node.inputs, node.outputs
-    positions = atoms.positions(x, node.call.axis(node.call.attr("axis")))
+    positions = [one for dim in node.call.axes(node.call.attr("axis")) for one in atoms.positions(x, dim)]
     split, shape = layouts.of[x], atoms.shape(x)
     axes = [axis for position in positions for axis in split.axes_of(position)]
-    if not axes:
+    if not axes or not is_float(x.type.dtype):
         return False
     whole = total = split
     for axis in axes:
@@ -55,7 +56,7 @@ def _pays(node: Node, graph: Graph, atoms: Atoms, layouts: Layouts) -> bool:
     gathered = change(shape, x.type.dtype, split, whole)
     row = tuple(1 if position in positions else size for position, size in enumerate(shape))
     sums = 2 * change(row, _wide(x.type.dtype), total, whole)
-    if result in graph.annotations:
+    if result in graph.annotations and result.type == x.type:
         sums += change(shape, x.type.dtype, split, layouts.of[result])
     return sums < gathered + again
 
@@ -83,33 +84,46 @@ def _expanded(node: Node) -> list[Node]:
         return var
 
     wide = emit(op.astype(variable, _wide(x.type.dtype))) if x.type.dtype in NARROW else variable
-    out = _EXPANSIONS[node.call.name](wide, node.call.axis(node.call.attr("axis")), emit)
+    out = _EXPANSIONS[node.call.name](wide, node.call, emit)
     if wide is not variable:
         emit(op.astype(out, x.type.dtype))
     made[-1] = replace(made[-1], outputs=(result,))
     return made
 
 
-def _powers(x: relax.Var, axis: int, emit: Emit) -> tuple[relax.Var, relax.Var, relax.Var]:
+def _powers(x: relax.Var, call: OpCall, emit: Emit) -> tuple[relax.Var, relax.Var, relax.Var]:
     """x less its maximum, what exp makes of that, and the sum of it."""
+    axis = call.axis(call.attr("axis"))
     below = emit(op.subtract(x, emit(op.max(x, axis, True))))
     powers = emit(op.exp(below))
     return below, powers, emit(op.sum(powers, axis, True))
 
 
-def _softmax(x: relax.Var, axis: int, emit: Emit) -> relax.Var:
-    _, powers, total = _powers(x, axis, emit)
+def _softmax(x: relax.Var, call: OpCall, emit: Emit) -> relax.Var:
+    _, powers, total = _powers(x, call, emit)
     return emit(op.divide(powers, total))
 
 
-def _log_softmax(x: relax.Var, axis: int, emit: Emit) -> relax.Var:
-    below, _, total = _powers(x, axis, emit)
+def _log_softmax(x: relax.Var, call: OpCall, emit: Emit) -> relax.Var:
+    below, _, total = _powers(x, call, emit)
     return emit(op.subtract(below, emit(op.log(total))))
 
 
-_EXPANSIONS: dict[str, Callable[[relax.Var, int, Emit], relax.Var]] = {
+def _variance(x: relax.Var, call: OpCall, emit: Emit) -> relax.Var:
+    axes = list(call.axes(call.attr("axis")))
+    apart = emit(op.subtract(x, emit(op.mean(x, axes, True))))
+    return emit(op.mean(emit(op.multiply(apart, apart)), axes, bool(call.attr("keepdims"))))
+
+
+def _deviation(x: relax.Var, call: OpCall, emit: Emit) -> relax.Var:
+    return emit(op.sqrt(_variance(x, call, emit)))
+
+
+_EXPANSIONS: dict[str, Callable[[relax.Var, OpCall, Emit], relax.Var]] = {
     "nn.softmax": _softmax,
     "nn.log_softmax": _log_softmax,
+    "std": _deviation,
+    "variance": _variance,
 }
 
 

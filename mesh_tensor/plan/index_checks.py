@@ -31,7 +31,7 @@ def index_checks(graph: Graph) -> tuple[IndexCheck, ...]:
     }
     checks, below_zero = [], dict[Value, Value]()
     for node in graph.nodes:
-        if node.call.name == "less" and _number(node.inputs[1]) == 0:
+        if node.call.name == "less" and number_of(node.inputs[1]) == 0:
             below_zero[node.outputs[0]] = node.inputs[0]
         elif node.inputs and node.inputs[0] in origin and _keeps_elements(node):
             origin[node.outputs[0]] = origin[node.inputs[0]]
@@ -55,10 +55,10 @@ def _without_sign(node: Node, below_zero: Mapping[Value, Value]) -> bool:
     if node.call.name != "where" or below_zero.get(node.inputs[0]) is not node.inputs[2]:
         return False
     dtype = node.outputs[0].type.dtype
-    return dtype in ("int32", "int64") and _number(node.inputs[1]) == np.iinfo(dtype).max
+    return dtype in ("int32", "int64") and number_of(node.inputs[1]) == np.iinfo(dtype).max
 
 
-def _number(value: Value) -> int | float | None:
+def number_of(value: Value) -> int | float | None:
     """What a constant of no dims is; None of any other value."""
     known = value.data.data.numpy() if value.data is not None else None
     return known.item() if known is not None and known.ndim == 0 else None

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from mesh_tensor.base.dtypes import NARROW
-from mesh_tensor.rules.operator.linear_algebra import GROUPED
+from mesh_tensor.rules.operator.linear_algebra import GROUPED, LOOKED_UP
 
 from .atoms import AtomFactors, NodeRule
 from .decide import Decision
@@ -50,7 +50,7 @@ class LookUp:
     tokens: tuple[str, ...] | None
 
 
-LOOK_UPS = {"take": LookUp(0, "row", 1, None), GROUPED: LookUp(1, "g", 2, ("s",))}
+LOOK_UPS = {"take": LookUp(0, "row", 1, None), GROUPED: LookUp(1, "g", 2, ("s",)), LOOKED_UP: LookUp(1, "g", 2, None)}
 # Functions of one operand, element by element: 0 of 0, or finite of 0.
 _ACTIVATIONS = frozenset({f"nn.{name}" for name in ("gelu", "gelu_tanh", "leakyrelu", "relu", "relu6", "selu", "silu")})
 _KEEP_ZERO = _ACTIVATIONS | {"abs", "astype", "erf", "negative", "sign", "sin", "sqrt", "square", "tanh"}

@@ -19,6 +19,7 @@ from .loop_reader import LoopReader
 from .loops import Recursion, recursion_of
 from .manual import Axes, Region, node_axes
 from .manual_devices import Devices
+from .sorted_rows import rows_in_place
 
 # (function name, variable name) -> what was stated for it
 Annotations = Mapping[tuple[str, str], Annotation]
@@ -56,7 +57,7 @@ def read_graph(
     if reader.loops:
         graph.loops, graph.nodes = reader.loops, _taken(graph)
     _check_groups(graph)
-    return graph
+    return rows_in_place(graph)
 
 
 def _taken(graph: Graph) -> list[Node]:

@@ -156,6 +156,7 @@ def test_symbolic_sizes_as_numbers(function):
         lambda x: x[:, None].expand(-1, 4, -1) + 1,
         lambda x: torch.cat([x, x.new_zeros(0)], -1),
         lambda x: torch.cat([x.int(), x], 0),
+        lambda x: (torch.stack([x, x + 1])[1], torch.stack([x.int(), x, x > 0], -1), torch.stack([x[:0], x[:0]], 1)),
         lambda x: torch.topk(x, 8, sorted=False)[0].sort()[0],
         lambda x: x.masked_scatter(x > 0, torch.arange(40.0)),
         lambda x: x[tuple(torch.tril_indices(5, 8))],

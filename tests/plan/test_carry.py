@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mesh_tensor as mt
+from mesh_tensor.program.steps import CollectiveStep
 
 from .modules import kinds
 
@@ -88,6 +89,22 @@ def test_tokens_and_hidden_features_over_other_axes(mesh):
     assert kinds(run(model, torch.randn(7, WIDTH), mesh, {"x": {"d": 0}, **layout})) == ["all_reduce"]
     layout = {name: {"e": 0, "d": 1 if name == "down" else 2} for name in layout}
     assert set(kinds(run(model, torch.randn(7, WIDTH), mesh, layout))) == {"all_reduce"}
+
+
+@pytest.mark.parametrize("mesh", [{"d": 2}, {"d": 4}, {"e": 2, "d": 2}])
+def test_biases_are_added_by_one_device_before_the_chosen_are_summed(mesh):
+    """Hidden features are split: parts are summed when there is one row per token."""
+    model = Experts(top=2, biases=True)
+    layout = {"up": {"d": 2}, "up_bias": {"d": 2}, "down": {"d": 1}}
+    plan = run(model, torch.randn(7, WIDTH), mesh, layout)
+    sums = [step for step in plan.made.program.steps if isinstance(step, CollectiveStep) and step.bytes]
+    assert [step.bytes for step in sums] == [2 * 7 * WIDTH * 4 * (mesh["d"] - 1) // mesh["d"]]
+
+
+def test_biases_of_rows_that_stay_as_many_are_added_to_the_sum():
+    model = Experts(top=1, biases=True)
+    plan = run(model, torch.randn(7, WIDTH), {"d": 2}, {"up": {"d": 2}, "up_bias": {"d": 2}, "down": {"d": 1}})
+    assert kinds(plan) == ["all_reduce"]
 
 
 def test_low_precision_is_summed_once_for_nothing_is_rounded():

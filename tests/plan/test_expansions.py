@@ -37,6 +37,21 @@ def test_along_a_split_dim(name, devices, dtype):
     assert sorted(_kinds(run)) == ["all_reduce"] * 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "axes", "keep"), [("variance", [1], True), ("std", [0, 2], False), ("std", None, True)]
+)
+def test_variances_over_a_split_dim(name, axes, keep, dtype):
+    """Of what has a large mean, which is taken away first."""
+    mod = _module(lambda x: getattr(relax.op, name)(x, axes, keep), dtype, (5, 7, 4))
+    with machine(1):
+        run = mt.distribute_module(mod, {"x": 2, "y": 3}, {"x": {"x": 0, "y": 1}}, poison=True)
+    x = (100 + torch.randn(5, 7, 4)).to(getattr(torch, dtype))
+    expected = getattr(x.double(), name.removesuffix("iance"))(axes or [0, 1, 2], correction=0, keepdim=keep)
+    torch.testing.assert_close(run(x), expected.to(x.dtype), rtol=1e-3 if dtype == "float32" else 1e-2, atol=1e-4)
+    assert sum(kind == "all_reduce" for kind in _kinds(run)) == 2
+
+
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_what_is_small_is_gathered(name):
     mod = _module(lambda x: getattr(relax.op.nn, name)(x, 1), "float32")

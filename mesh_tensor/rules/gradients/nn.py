@@ -11,7 +11,7 @@ from tvm import relax
 
 from mesh_tensor.rules.operator.aten import ANY, ATEN
 from mesh_tensor.rules.operator.dropout import DROPOUT, dropout_call, dropout_of
-from mesh_tensor.rules.operator.linear_algebra import FFT, GROUPED
+from mesh_tensor.rules.operator.linear_algebra import FFT, GROUPED, LOOKED_UP
 from mesh_tensor.rules.operator.manual import ALL_DEVICES, OF_DEVICE, PER_DEVICE, axes_of, devices_call
 
 from .table import Backward, Gradient, differentiated, gradient, zeros
@@ -98,7 +98,7 @@ def _turned(b: Backward, x: relax.Expr, ndim: int) -> relax.Expr:
     return b.emit(op.permute_dims(x, [*range(ndim - 2), ndim - 1, ndim - 2]))
 
 
-gradient("einsum", "outer", FFT, GROUPED)(differentiated)
+gradient("einsum", "outer", FFT, GROUPED, LOOKED_UP)(differentiated)
 
 
 @gradient(PER_DEVICE)

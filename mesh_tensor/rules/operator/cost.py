@@ -10,7 +10,7 @@ from mesh_tensor.base.machine import Machine, Work
 from mesh_tensor.base.machine_presets import CPU
 
 from .call import OpCall
-from .linear_algebra import LINEAR, MATMUL_ADD
+from .linear_algebra import GROUPED, LINEAR, LOOKED_UP, MATMUL_ADD
 from .nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 from .vjp import VJP, vjp_of
 
@@ -25,6 +25,8 @@ _CLASSES = {
         "nn.attention",
         "nn.attention_bias",
         "aten._grouped_mm.default",
+        GROUPED,
+        LOOKED_UP,
     )
     + tuple(f"nn.conv{dims}d{ending}" for dims in (1, 2, 3) for ending in ("", "_transpose")),
     "view": ("reshape", "flatten", "nn.batch_flatten", "expand_dims", "squeeze", "permute_dims", "broadcast_to")
@@ -62,7 +64,7 @@ def class_of(name: str) -> str:
 def count_flops(call: OpCall) -> int:
     """Floating-point operations: 2 per multiply-add of what contracts; 1 per element of the largest tensor else.
     Gradients: three times what they are of."""
-    if call.name in ("matmul", LINEAR, MATMUL_ADD):
+    if call.name in ("matmul", LINEAR, MATMUL_ADD) or call.operator in (GROUPED, LOOKED_UP):
         return 2 * call.outputs[0].elements * call.inputs[0].shape[-1]
     if call.operator == "loop.row":
         return call.outputs[0].elements

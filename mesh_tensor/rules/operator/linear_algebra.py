@@ -71,6 +71,37 @@ def _local_groups(local: LocalCall) -> relax.Expr:
     return relax.op.call_pure_packed(GROUPED, *local.args, *where, sinfo_args=[info])
 
 
+LOOKED_UP = "mesh.looked_up_matmul"
+
+
+@rule(LOOKED_UP)
+def looked_up_matmul(call: OpCall) -> OpRule:
+    """Rows of x, each of which meets the matrix that its id says. A device with some of the matrices makes rows of 0
+    for the ids of others."""
+    return OpRule(
+        (("s", "k"), ("g", "k", "n"), ("s",)),
+        (("s", "n"),),
+        {"k": "sum", "g": "sum"},
+        linear=_EACH,
+        positional=frozenset({"g"}),
+        localize=_local_look_up,
+    )
+
+
+def looked_up_call(x: relax.Expr, weight: relax.Expr, ids: relax.Expr, dtype: str) -> relax.Call:
+    """(S, K) rows by those of (G, K, N) matrices that (S,) ids say, as (S, N); rows with other ids are 0."""
+    info = relax.TensorStructInfo([x.struct_info.shape[0], weight.struct_info.shape[2]], dtype)
+    return relax.op.call_pure_packed(LOOKED_UP, x, weight, ids, sinfo_args=[info])
+
+
+def _local_look_up(local: LocalCall) -> relax.Expr:
+    """The tiles' call, with what tells which matrices they are."""
+    dtype = "float32" if local.wide else local.call.outputs[0].dtype
+    info = relax.TensorStructInfo(local.out_tiles[0], dtype)
+    where = relax.ShapeExpr(local.call.inputs[1].shape), relax.StringImm(local.layouts[1].text())
+    return relax.op.call_pure_packed(LOOKED_UP, *local.args, *where, sinfo_args=[info])
+
+
 @rule("outer")
 def outer(call: OpCall) -> OpRule:
     return OpRule((("m",), ("n",)), (("m", "n"),), linear=_EACH)

@@ -4,6 +4,7 @@ from . import (  # noqa: F401  (they fill the table)
     conv,
     create,
     elementwise,
+    groups,
     index,
     linear_algebra,
     nn,

@@ -23,13 +23,12 @@ import torch
 import torch.nn.functional as F
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.aten import ANY, ATEN, any_of, arguments_of
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.rules.operator.linear_algebra import FFT, GROUPED, LINEAR, MATMUL_ADD, fft_arguments
+from mesh_tensor.rules.operator.linear_algebra import FFT, LINEAR, MATMUL_ADD, fft_arguments
 from mesh_tensor.targets.dtypes import torch_dtype
 
-from .table import Function, Place, placed_torch_op, same_for_all, torch_op
+from .table import Function, same_for_all, torch_op
 
 Tensor = torch.Tensor
 Linear = Callable[..., Tensor]  # of (..., summed), (columns, summed) and, if there is one, a bias of (columns,)
@@ -177,29 +176,6 @@ def added_function(call: OpCall) -> Function | None:
         return None
     turned = call.name == LINEAR
     return lambda a, b, total: total.addmm_(a, b.t() if turned else b)
-
-
-@placed_torch_op(GROUPED)
-def _grouped_matmul(call: OpCall, place: Place) -> Function:
-    """The groups that this device has matrices of, in the rows that it has; 0 elsewhere."""
-    dtype, shape = torch_dtype(call.outputs[0].dtype), call.outputs[0].shape
-    row, group, held = 0, 0, call.inputs[1].shape[0]
-    if place.mesh is not None and len(call.literals) > 1:
-        _, rows, rows_text, weights, weights_text = call.literals
-        row = Sharding.parse(place.mesh, 2, rows_text).tile_offset(rows, place.rank)[0]
-        layout = Sharding.parse(place.mesh, 3, weights_text)
-        group, held = (of(weights, place.rank)[0] for of in (layout.tile_offset, layout.valid_extent))
-
-    def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        bounds = [max(0, min(shape[0], end - row)) for end in (0, *ends.tolist())]
-        result = x.new_zeros(shape, dtype=dtype)
-        for number in range(held):
-            start, stop = bounds[group + number : group + number + 2]
-            if start < stop:
-                result[start:stop] = x[start:stop].to(dtype) @ weight[number].to(dtype)
-        return result
-
-    return grouped_matmul
 
 
 @torch_op(*ATEN)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tvm import relax
 
-from mesh_tensor.rules.operator.linear_algebra import fft_call, grouped_call
+from mesh_tensor.rules.operator.linear_algebra import fft_call, grouped_call, looked_up_call
 
 from .cases import Case, assert_same, by_table, by_tvm, i, t
 
@@ -83,6 +83,19 @@ CASES = {
         (t(6, 5, dtype="float16"), t(2, 5, 4, dtype="float16"), i(2, values=[4, 6])),
         lambda x, w, ends: grouped_call(x, w, ends, x.struct_info.dtype),
         lambda x, w, ends: np.concatenate([x[:4] @ w[0], x[4:] @ w[1]]),
+        tvm=False,
+        tolerance={"rtol": 2e-3, "atol": 2e-3},
+    ),
+    "looked-up matrices": Case(
+        (t(7, 5), t(3, 5, 4), i(7, values=[2, 0, 2, 3, 1, -1, 0])),
+        lambda x, w, ids: looked_up_call(x, w, ids, x.struct_info.dtype),
+        lambda x, w, ids: np.einsum("sk,skn->sn", x, np.concatenate([w, 0 * w])[ids]),
+        tvm=False,
+    ),
+    "looked-up matrices in float16": Case(
+        (t(4, 5, dtype="float16"), t(2, 5, 4, dtype="float16"), i(4, dtype="int32", values=[1, 0, 0, 1])),
+        lambda x, w, ids: looked_up_call(x, w, ids, x.struct_info.dtype),
+        lambda x, w, ids: np.einsum("sk,skn->sn", x, w[ids]),
         tvm=False,
         tolerance={"rtol": 2e-3, "atol": 2e-3},
     ),
