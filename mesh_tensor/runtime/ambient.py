@@ -175,10 +175,17 @@ def is_dual(tensor: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _why_not_seen(tensor: torch.Tensor) -> tuple[str, str] | None:
+def why_transformed(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Why no kernel can work on a tensor that a transform of torch.func put into another; None if it is none."""
     functorch = torch._C._functorch
     if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
         return "a tensor inside of torch.func.vmap, grad or jvp, or a batch of gradients", _OUTSIDE
+    return None
+
+
+def _why_not_seen(tensor: torch.Tensor) -> tuple[str, str] | None:
+    if found := why_transformed(tensor):
+        return found
     if is_lazy(tensor):
         return "a parameter that is not initialised yet", "run its model once, on an example"
     if tensor.layout is not torch.strided:
