@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.errors import MeshTensorError, refuse
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -50,11 +50,24 @@ def undisturbed(function: Callable[Parameters, Result]) -> Callable[Parameters, 
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         if is_plain():
             return function(*args, **kwargs)
-        refuse_traced(function.__qualname__, args)
+        try:
+            refuse_traced(function.__qualname__, args)
+        except MeshTensorError as error:
+            _refuse(error, *args)
         with plain():
             return function(*args, **kwargs)
 
     return run
+
+
+def _refuse(error: MeshTensorError, owner: object = None, *given: object) -> NoReturn:
+    """Raise instead of a call, which on ranks the others make: a method's `owner` may have a way to tell them."""
+    tell = getattr(owner, "refuse_call", None)
+    if tell is None:
+        raise error
+    with plain():
+        tell(error, given)
+    raise error
 
 
 def is_plain() -> bool:
