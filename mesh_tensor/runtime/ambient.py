@@ -203,6 +203,10 @@ def _why_not_seen(tensor: torch.Tensor) -> tuple[str, str] | None:
         return "a parameter that is not initialised yet", "run its model once, on an example"
     if tensor.layout is not torch.strided:
         return f"layout {tensor.layout}, but expected torch.strided", "pass a dense copy: .to_dense()"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype})", "pass its values: .dequantize()"
+    if torch._is_functional_tensor(tensor):
+        return "a tensor inside of torch.func.functionalize", _OUTSIDE
     if tensor.is_nested:
         return "a nested tensor, whose rows have lengths of their own", "pass a dense copy: .to_padded_tensor(0)"
     kind = type(tensor)
