@@ -17,11 +17,12 @@ from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleParam, bound
+from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.alike import values_of
 
 from .module_calls import ModuleCalls
 from .module_launch import ModuleState, Recording, requires_gradients
-from .module_ports import HeldWeights, Refined, checked_state, whole
+from .module_ports import HeldWeights, Refined, apart, checked_state, whole
 
 
 class MeshModule(ModuleCalls):
@@ -37,11 +38,17 @@ class MeshModule(ModuleCalls):
         """The weights, and what the module writes, under all names that they had in torch.
 
         full   whole tensors; of weights that are DTensors all ranks have to ask. Else as they are held: what was laid
-               out as MeshTensors or DTensors, what was not as it was given
+               out as MeshTensors or DTensors, what was not as it was given, in memory of its own
         """
-        held = {**self._weights, **self._state_values(full)}.items()
-        made = {name: whole(tensor) if full or isinstance(tensor, Refined) else tensor for name, tensor in held}
+        made = {**{name: self.weight(name, full) for name in self._weights}, **self._state_values(full)}
         return {theirs: tensor for name, tensor in made.items() for theirs in self._signature.names[name]}
+
+    def weight(self, name: str, full: bool) -> Any:
+        """That of a parameter, as `state_dict` gives it. What callers write into plain tensors is theirs alone."""
+        tensor = self._weights[name]
+        if full or isinstance(tensor, Refined):
+            return whole(tensor).clone() if isinstance(tensor, torch.Tensor) else whole(tensor)
+        return tensor if is_dtensor(tensor) else apart(tensor)
 
     @undisturbed
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:

@@ -142,7 +142,9 @@ class TrainingRun:
         with self._module.turns.one("a state that is asked for"):
             with self._module.as_call():
                 self._check_there()
-            made = {**self._step.fixed, **self._module.whole_state(self._kept, full)}
+            whole = not self._module.is_on_ranks if full is None else full
+            fixed = {name: self._module.weight(name, whole) for name in self._step.fixed}
+            made = {**fixed, **self._module.whole_state(self._kept, full)}
             self._bounded = False  # the caller may have the very memory, which must not be overwritten then
         tensors = {theirs: made[ours] for theirs, ours in self._step.names.items()}
         return {**tensors, **self._counts()}
@@ -182,11 +184,10 @@ class TrainingRun:
         problems += [
             found for n in names if n in state and (found := _differs(n, state[n], self._step.state[names[n]]))
         ]
-        fixed = {name: self._step.fixed[ours] for name, ours in self._step.names.items() if ours in self._step.fixed}
         problems += [
             f"{name!r} is not trained, and is another than the model's"
-            for name, own in fixed.items()
-            if name in state and not _is_same(state[name], own)
+            for name, ours in self._step.names.items()
+            if name in state and ours in self._step.fixed and not _is_same(state[name], self._fixed(ours))
         ]
         numbers = {name: _number(state[name]) for name in counts if name in state}
         problems += [f"{n!r} is {shown(state[n])}, and no number" for n, number in numbers.items() if number is None]
@@ -195,6 +196,11 @@ class TrainingRun:
                 problems, where="the state to load", fix="load what state_dict() of the same model and optimizer gave"
             )
         return {names[name]: state[name] for name in names}, numbers
+
+    def _fixed(self, name: str) -> torch.Tensor:
+        """What is not trained of the parameters, as it was when the step was distributed; of DTensors all ranks would
+        have to ask: there it is the model's."""
+        return self._step.fixed[name] if self._module.is_on_ranks else self._module.weight(name, True)
 
     def _check_mesh(self, tensors: Mapping[str, Any]) -> None:
         """The state lies where the step was distributed: on a virtual mesh there is no rank's part of it."""
