@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._library.autograd import make_autograd_impl
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.program.program import Parameter, Program, ProgramValue
+from mesh_tensor.runtime.ambient import is_dual, why_transformed
 from mesh_tensor.runtime.ranks import (
     axes_out_of_order,
     check_order,
@@ -68,6 +70,7 @@ def as_custom_op(kernel: MeshKernel, name: str, *, device_mesh: Any = None) -> C
         numbered = enumerate(kernel.gradients.kernels)
         parts = [as_custom_op(part, f"{name}_backward_{number}", device_mesh=device_mesh) for number, part in numbered]
         _register_gradients(op, kernel.gradients, [p.name for p in passed], [p.name for p in made], parts)
+    _refuse_before(op, kernel.device.type, [p.name for p in passed], [p.name for p in changed], program.name)
     call = _Call(kernel, op, tuple(passed), tuple(made), program)
     return call.plain if device_mesh is None else _OverDTensors(call, device_mesh)
 
@@ -95,6 +98,30 @@ def _register_gradients(
     op.register_autograd(backward, setup_context=keep)
 
 
+def _refuse_before(op: Any, device_type: str, passed: Sequence[str], changed: Sequence[str], kernel: str) -> None:
+    """Refuse what torch would get wrong without a word, whoever calls `op`: gradients through what it updates in place,
+    and transforms of torch.func, of which jvp takes the tangents of an operation for zeros."""
+    below = make_autograd_impl(op._opoverload, op)
+
+    def run(keys: Any, *tensors: torch.Tensor) -> Any:
+        where = f"operation of kernel {kernel!r}"
+        followed = [tensor for tensor in tensors if tensor.requires_grad or is_dual(tensor)]
+        if found := next(filter(None, map(why_transformed, followed)), None):
+            refuse(found[0], where=where, fix=found[1])
+        if changed and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            names = ", ".join(name for name, tensor in zip(passed, tensors, strict=True) if tensor.requires_grad)
+            refuse(
+                f"{', '.join(changed)} is updated in place, and {names} requires a gradient",
+                where=where,
+                why="torch would take what is updated for what it was before",
+                fix="pass its .detach(), or call under torch.no_grad(): there is no gradient",
+            )
+        return below(keys, *tensors)
+
+    # torch registers `below` for the autograd of all devices, which that of one goes before
+    op._lib.impl(op._name, run, f"Autograd{device_type.upper()}", with_keyset=True)
+
+
 @dataclass(frozen=True)
 class _Call:
     """The operation, and what goes in and comes out."""
@@ -111,15 +138,6 @@ class _Call:
 
     def new(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """What is new of what the operation on plain tensors gives."""
-        changed = [p.name for p in self.passed if p.output is not None]
-        if changed and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            names = ", ".join(p.name for p, tensor in zip(self.passed, tensors, strict=True) if tensor.requires_grad)
-            refuse(
-                f"{', '.join(changed)} is updated in place, and {names} requires a gradient",
-                where=f"operation of kernel {self.program.name!r}",
-                why="torch would take what is updated for what it was before",
-                fix="pass its .detach(), or call under torch.no_grad(): there is no gradient",
-            )
         new = self.op(*tensors)
         return list(new) if isinstance(new, (tuple, list)) else [] if new is None else [new]
 

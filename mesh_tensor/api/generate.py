@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -89,7 +90,6 @@ def generate(
         MeshTensorError: arguments that don't fit, all named, more tokens than the module has room for, functions
             that raise or give something else, or ranks that found different tokens.
     """
-    _refuse_unknown(others)
     given = {
         "max_new_tokens": max_new_tokens,
         "do_sample": do_sample,
@@ -106,22 +106,24 @@ def generate(
         "early_stopping": early_stopping,
         "stop_strings": stop_strings,
     }
-    said = stated(generation_config, given, ids.shape[-1] if isinstance(ids, torch.Tensor) and ids.dim() else 0)
-    sampling, ends = _sampling(said, seed), _ends(said.get("eos_token_id"))
-    most: Any = said.get("max_new_tokens")
-    mask = torch.ones_like(ids) if attention_mask is None and isinstance(ids, torch.Tensor) else attention_mask
-    pad = said.get("pad_token_id", next(iter(ends), 0))
-    batch, length = _room(run, ids, mask, most)
-    beams = _beams(run, said, batch)
-    each = _returned(said.get("num_return_sequences", 1), sampling, beams)
-    own = OwnFunctions.of(run, said.get("stop_strings"), tokenizer, stopping_criteria, logits_processor)
+    with run.as_call() if isinstance(run, MeshModule) else nullcontext():
+        _refuse_unknown(others)
+        said = stated(generation_config, given, ids.shape[-1] if isinstance(ids, torch.Tensor) and ids.dim() else 0)
+        sampling, ends = _sampling(said, seed), _ends(said.get("eos_token_id"))
+        most: Any = said.get("max_new_tokens")
+        mask = torch.ones_like(ids) if attention_mask is None and isinstance(ids, torch.Tensor) else attention_mask
+        pad = said.get("pad_token_id", next(iter(ends), 0))
+        batch, length = _room(run, ids, mask, most)
+        beams = _beams(run, said, batch)
+        each = _returned(said.get("num_return_sequences", 1), sampling, beams)
+        own = OwnFunctions.of(run, said.get("stop_strings"), tokenizer, stopping_criteria, logits_processor)
     same_on_ranks(run, "arguments of generate", ids, mask, (most, sampling, beams, each, ends, pad, own.counts))
     drawn, ids = Decoding(run, sampling, own, ends, pad, batch, length, most), ids.to(torch.int64)
     if beams.count == 1:
         ids, mask = (tensor.repeat_interleave(each, dim=0) for tensor in (ids, mask))
     at_once = batch // beams.count
     turns = [slice(row, row + at_once) for row in range(0, len(ids), at_once)]
-    with run.turns.one("a call of generate"):
+    with run.turns.one("a call of generate", of_several=True):
         if beams.count == 1:
             made = [drawn.rows(ids[turn], mask[turn], turn.start) for turn in turns]
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -17,11 +17,12 @@ from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleParam, bound
+from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.alike import values_of
 
 from .module_calls import ModuleCalls
 from .module_launch import ModuleState, Recording, requires_gradients
-from .module_ports import HeldWeights, Refined, checked_state, whole
+from .module_ports import HeldWeights, Refined, apart, checked_state, whole
 
 
 class MeshModule(ModuleCalls):
@@ -37,11 +38,17 @@ class MeshModule(ModuleCalls):
         """The weights, and what the module writes, under all names that they had in torch.
 
         full   whole tensors; of weights that are DTensors all ranks have to ask. Else as they are held: what was laid
-               out as MeshTensors or DTensors, what was not as it was given
+               out as MeshTensors or DTensors, what was not as it was given, in memory of its own
         """
-        held = {**self._weights, **self._state_values(full)}.items()
-        made = {name: whole(tensor) if full or isinstance(tensor, Refined) else tensor for name, tensor in held}
+        made = {**{name: self.weight(name, full) for name in self._weights}, **self._state_values(full)}
         return {theirs: tensor for name, tensor in made.items() for theirs in self._signature.names[name]}
+
+    def weight(self, name: str, full: bool) -> Any:
+        """That of a parameter, as `state_dict` gives it. What callers write into plain tensors is theirs alone."""
+        tensor = self._weights[name]
+        if full or isinstance(tensor, Refined):
+            return whole(tensor).clone() if isinstance(tensor, torch.Tensor) else whole(tensor)
+        return tensor if is_dtensor(tensor) else apart(tensor)
 
     @undisturbed
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -60,16 +67,17 @@ class MeshModule(ModuleCalls):
             return checked_state(self._signature, held, new, self._target.device_type, strict)
 
         given = state.values() if isinstance(state, Mapping) else ()
-        with self._turn("a state that is loaded"):
+        with self._turn("a state that is loaded", given):
             made = self.on_all_ranks("weights to load", lambda _: new(), given, values_of)
             self._state = ModuleState({name: made.pop(name) for name in self._state})
             self._weights = HeldWeights(made, donated=True)
             self._launches, self._recordings = Recent(MODULE_SIZES), Recent(MODULE_SIZES)
 
     def reset_state(self) -> None:
-        """What the module writes is again as it was before the first call, or as it was loaded last."""
+        """What the module writes is again as it was before the first call, or as it was loaded last. On ranks all have
+        to ask."""
         with self._turn("a state that is reset"):
-            self._state = ModuleState(self._state.first)
+            self._state = self.on_all_ranks("a state that is reset", lambda _: ModuleState(self._state.first))
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -82,9 +90,9 @@ class MeshModule(ModuleCalls):
         with torch.no_grad(), self._turn("a state that is reordered"):
             self.on_all_ranks("state", lambda _: self._state.reorder(places))
 
-    def _turn(self, what: str) -> AbstractContextManager[None]:
+    def _turn(self, what: str, given: Iterable[Any] = ()) -> AbstractContextManager[None]:
         """A turn, where calls go on from what the module wrote."""
-        return self.turns.one(what) if self._state else nullcontext()
+        return self.turns.one(what, given) if self._state else nullcontext()
 
     def _state_values(self, full: bool) -> dict[str, Any]:
         """What the module writes, by parameter. On ranks all have to ask."""
@@ -94,7 +102,8 @@ class MeshModule(ModuleCalls):
 
     @undisturbed
     def __call__(self, *args: Any, **named: Any) -> Any:
-        arguments, named = call_tensors(self._form, args, named)
+        with self.as_call((*args, *named.values())):
+            arguments, named = call_tensors(self._form, args, named)
         given = [*arguments, *named.values()]
 
         def bind() -> dict[str, Any]:
@@ -103,7 +112,7 @@ class MeshModule(ModuleCalls):
         if self._recorder is not None and requires_gradients(given):
             result = self._recorded(given, bind)
         else:
-            with self._turn(f"a call of {self._function!r}, which goes on from what it wrote"):
+            with self._turn(f"a call of {self._function!r}, which goes on from what it wrote", given):
                 result = self._run(given, bind, self._state.call if self._state else None)
         if self._form is None:
             return result

@@ -12,7 +12,7 @@ from tvm import ir
 
 from mesh_tensor.annotations.annotate_module import read_module_annotations
 from mesh_tensor.annotations.names import with_flat_parameters
-from mesh_tensor.base.errors import MeshTensorError, refuse
+from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
 from mesh_tensor.importers.constants import Constants
@@ -21,9 +21,9 @@ from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
 from mesh_tensor.runtime.ambient import Computing, undisturbed
 from mesh_tensor.runtime.backend import Leave
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
-from mesh_tensor.runtime.ranks import is_dtensor, ranks_of
+from mesh_tensor.runtime.ranks import ranks_of
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
-from mesh_tensor.runtime.ranks.faults import Faults, agree
+from mesh_tensor.runtime.ranks.lane import Lane
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.ranks.redistribution import Part
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
@@ -34,14 +34,14 @@ from .module_launch import ModuleLaunch, Recorder, Recording, kept_apart, state_
 from .module_plans import ModulePlans
 from .module_ports import HeldWeights
 from .module_ranks import RankModuleLaunch
-from .rank_ports import MESH_FIX
+from .on_ranks import OnRanks, device_mesh_of
 from .turns import Turns
 
 T = TypeVar("T")
 AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"
 
 
-class ModuleCalls:
+class ModuleCalls(OnRanks):
     """What calls of a module have in common: on which ranks they run, and what these agree on; their tensors, checked;
     the plan for their sizes, and what is ready to run it. Training and pipelines call modules by what stands here."""
 
@@ -67,11 +67,11 @@ class ModuleCalls:
         mod = with_flat_parameters(mod, function)
         self._signature = ModuleSignature(mod, function)
         given = self._signature.weights(weights, self._target.device_type)
-        self._state, self.turns = state_of(mod[function], given, donate), Turns()
+        self._state, self.turns = state_of(mod[function], given, donate), Turns(self.as_call)
         self._weights = HeldWeights.of({n: t for n, t in given.items() if n not in self._state}, weights, donate)
         self._with_gradients = [n for n, t in weights.items() if isinstance(t, torch.Tensor) and t.requires_grad]
         self._recordings: Recent[tuple, Recording] = Recent(MODULE_SIZES)
-        self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else _device_mesh(self._weights.values())
+        self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else device_mesh_of(self._weights.values())
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
         self._mod, self.mesh = stated.module, stated.mesh if named is None else Mesh(named)
@@ -89,32 +89,6 @@ class ModuleCalls:
         if donate:
             weights.clear()  # type: ignore[attr-defined]  # a MutableMapping, as was checked
             gc.collect()  # exported programs, which have the weights too, are cycles
-
-    def on_all_ranks(
-        self,
-        what: str,
-        work: Callable[[int], T],
-        given: Iterable[Any] = (),
-        facts: Callable[[T], Mapping[str, str]] = lambda made: {},
-    ) -> T:
-        """What `work` gives on this rank of the mesh (0 on a virtual mesh), if no rank refuses; all ranks have to ask
-        for the same, and to have the same `facts` of what it gives."""
-        device_mesh = self._device_mesh or _device_mesh(given)
-        if device_mesh is None:
-            return work(0)
-        ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
-        faults = Faults(ranks, self._function)
-        with ranks.calls.lane():
-            try:
-                found = [words for tensor in given if is_dtensor(tensor) and (words := ranks.elsewhere(tensor))]
-                if found:
-                    refuse(f"a DTensor {found[0]}", where=what, fix=MESH_FIX)
-                made = work(ranks.rank)
-            except MeshTensorError as error:
-                agree(ranks, faults, {}, refusal=str(error))
-                raise
-            agree(ranks, faults, {"kernel": f"{self._function}: {what}", **facts(made)})
-            return made
 
     @undisturbed
     def call_alike(self, *args: Any, totals: dict[int, MeshTensor] | None = None) -> Any:
@@ -210,24 +184,17 @@ class ModuleCalls:
     ) -> T:
         """What `then` gives for the tensors that `bind` gives by parameter, checked; the sizes of symbols; and the
         ranks that it runs on."""
-        device_mesh = self._device_mesh or _device_mesh(given)
+        device_mesh = self._device_mesh or device_mesh_of(given)
         if device_mesh is None:
             return then(*self._bound(bind, None), None)
         ranks = ranks_of(self.mesh, device_mesh, self._target.device_type)
-        with ranks.calls.lane() as lane:
-            try:
-                tensors, sizes = self._bound(bind, ranks)
-            except MeshTensorError as error:
-                launches = [launch for launch in self._all_launches() if isinstance(launch, RankModuleLaunch)]
-                if not any(launch.lane is lane for launch in launches):  # the others are about to agree
-                    agree(ranks, Faults(ranks, self._function), {}, refusal=str(error))
-                raise
-            return then(tensors, sizes, ranks)
+        with self.as_call(given):
+            return then(*self._bound(bind, ranks), ranks)
 
-    def _all_launches(self) -> list[AnyLaunch]:
-        """Its own, and those of what autograd records."""
-        modules = [module for recorded in self._recordings for module in recorded.modules]
-        return [*self._launches, *(launch for module in modules for launch in module._launches)]
+    def _has_run(self, lane: Lane) -> bool:
+        modules = [self, *(module for recorded in self._recordings for module in recorded.modules)]
+        launches = [launch for module in modules for launch in module._launches]
+        return any(launch.lane is lane for launch in launches if isinstance(launch, RankModuleLaunch))
 
     def _bound(
         self, bind: Callable[[], dict[str, Any]], ranks: Ranks | None
@@ -301,8 +268,3 @@ class ModuleCalls:
 
 def _call_alike(launch: AnyLaunch, tensors: Mapping[str, Any], totals: dict[int, MeshTensor] | None) -> Any:
     return launch(tensors, alike=True) if isinstance(launch, RankModuleLaunch) else launch(tensors, totals)
-
-
-def _device_mesh(tensors: Iterable[Any]) -> Any:
-    """The DeviceMesh of the DTensors among the tensors, if there are any."""
-    return next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)

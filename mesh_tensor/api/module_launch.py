@@ -110,6 +110,11 @@ class ModuleLaunch:
 
     def enter(self, name: str, tensor: torch.Tensor | MeshTensor | StoredTensor) -> MeshTensor:
         """A parameter's tensor as the program takes it."""
+        if is_dtensor(tensor):
+            refuse(
+                f"parameter {name!r}: a DTensor, which lies on ranks, but this call runs on a virtual mesh",
+                fix="go on with DTensors; reset_state() and load_state_dict() start anew",
+            )
         return self.lay_out(self._port(name), tensor)[0]
 
     @staticmethod

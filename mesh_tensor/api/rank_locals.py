@@ -90,7 +90,7 @@ def problem(tiling: Tiling, device: torch.device, value: Any) -> str:
         return found[0]
     if (
         isinstance(value, torch.Tensor)
-        and (type(value) is torch.Tensor or isinstance(value, torch.nn.Parameter))
+        and not is_dtensor(value)
         and value.dtype is tiling.dtype
         and (value.shape == tiling.tile_shape or value.shape == tiling.valid_shape)
         and value.device == device

@@ -14,7 +14,7 @@ from torch import nn
 from tvm import ir
 
 from mesh_tensor.annotations.names import Fresh, renamed_parameters
-from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
+from mesh_tensor.base.errors import MeshTensorError, refuse, shown
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.importers.imported import identifiers
 from mesh_tensor.importers.torch_dropout import counted, has_seed
@@ -24,6 +24,8 @@ from mesh_tensor.pipelining.flow import Flow, stated_bindings
 from mesh_tensor.plan.accumulate import Microbatches
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME
 from mesh_tensor.rules.operator.dropout import SEED_NAME
+
+from .own_gradients import refuse_functions, refuse_hooks, refusing_hooks
 
 Loss = Callable[..., torch.Tensor] | None
 Tensors = tuple[torch.Tensor, ...]
@@ -65,13 +67,7 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = Tru
             f"training_step takes a torch model, not a {type(model).__name__}",
             fix="pass a torch.nn.Module, or what from_torch gave",
         )
-    if hooked := _hooked(model):
-        refuse(
-            f"{listing(hooked)} with hooks on gradients",
-            where="training_step",
-            why="they are torch's alone: a step would leave them out",
-            fix="remove them; an optimizer of one's own may do what they do",
-        )
+    refuse_hooks(model)
     if not (loss is None or callable(loss)):
         refuse(
             f"loss={shown(loss)} is no function",
@@ -88,8 +84,9 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = Tru
     if not inputs:
         refuse("training_step without inputs", fix="pass example inputs, of the sizes that are trained with")
     with buffers_kept(model) as before:
-        with torch.set_grad_enabled(gradients):
+        with torch.set_grad_enabled(gradients), refusing_hooks():
             value = _value(model, loss, inputs)
+        refuse_functions(value)
         written = {name: kept for name, (buffer, kept) in before.items() if not torch.equal(buffer, kept)}
         yield _imported(model, loss, inputs, written, value)
 
@@ -259,13 +256,3 @@ def microbatches_of_module(module: ImportedModule, count: int) -> Parts:
         )
     has_rows = tuple(bool(shape) and hasattr(shape[0], "value") and shape[0] == rows for shape in shapes)
     return Parts(count, (), has_rows)
-
-
-def _hooked(model: nn.Module) -> list[str]:
-    """The parameters and modules whose functions are called with gradients, or after these were added up."""
-    of_parameters = "_backward_hooks", "_post_accumulate_grad_hooks"
-    of_modules = "_backward_hooks", "_backward_pre_hooks"
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    found = [name for name, each in trained if any(getattr(each, hooks, None) for hooks in of_parameters)]
-    modules = [(name or type(model).__name__, each) for name, each in model.named_modules()]
-    return found + [name for name, each in modules if any(getattr(each, hooks, None) for hooks in of_modules)]

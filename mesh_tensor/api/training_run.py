@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -51,6 +51,14 @@ class TrainingRun:
 
     @undisturbed
     def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
+        given = (*batch, *named.values())
+        with self._module.turns.one("a step of training", given):
+            with self._module.as_call(given):
+                tensors = self._tensors(batch, named)
+            return self._next(tensors)
+
+    def _tensors(self, batch: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """What a step takes beside the state."""
         wanted = self._step.inputs
         if len(batch) + len(named) != len(wanted) or any(name not in wanted for name in named):
             refuse(
@@ -58,17 +66,18 @@ class TrainingRun:
                 where="a step of training",
                 fix="pass the batch's tensors in order, or by name",
             )
+        self._check_there()
+        self._check_mesh({**dict(zip(wanted, batch, strict=False)), **named})
         free = [name for name in wanted if name not in named]
-        with self._module.turns.one("a step of training"):
-            return self._next({**dict(zip(free, batch, strict=True)), **named})
-
-    def _next(self, tensors: dict[str, Any]) -> torch.Tensor:
-        """The loss of the step with this batch."""
-        tensors[NUMBERS_NAME] = self._step.numbers(self.steps)
+        tensors = {**dict(zip(free, batch, strict=True)), **named, NUMBERS_NAME: self._step.numbers(self.steps)}
         if self._step.seed is not None:
             tensors[SEED_NAME] = self._step.dropout_seed(self.steps)
         if self._scale is not None:
             tensors[LOSS_SCALE_NAME] = torch.tensor(self._scale.value, dtype=torch.float32)
+        return tensors
+
+    def _next(self, tensors: Mapping[str, Any]) -> torch.Tensor:
+        """The loss of the step with this batch."""
         state = self._kept
         leave = Leave(self._bounded and abs(float(tensors[NUMBERS_NAME][0])) <= MOST_LR)
         with finishing(leave):
@@ -131,7 +140,11 @@ class TrainingRun:
                have to ask)
         """
         with self._module.turns.one("a state that is asked for"):
-            made = {**self._step.fixed, **self._module.whole_state(self._kept, full)}
+            with self._module.as_call():
+                self._check_there()
+            whole = not self._module.is_on_ranks if full is None else full
+            fixed = {name: self._module.weight(name, whole) for name in self._step.fixed}
+            made = {**fixed, **self._module.whole_state(self._kept, full)}
             self._bounded = False  # the caller may have the very memory, which must not be overwritten then
         tensors = {theirs: made[ours] for theirs, ours in self._step.names.items()}
         return {**tensors, **self._counts()}
@@ -148,10 +161,22 @@ class TrainingRun:
             MeshTensorError: names are missing or unknown, shapes or dtypes differ, or what is not trained is another
                 than the model's; the state stays as it was.
         """
+        given = state.values() if isinstance(state, Mapping) else ()
+        with self._module.turns.one("a state that is loaded", given):
+            with self._module.as_call(given):
+                tensors, numbers = self._loadable(state)
+            kept = self._module.as_state(tensors)
+            self._state, self.steps, self._lost = kept, int(numbers[STEP] or 0), ""
+            self._bounded = self._is_bounded(kept)
+            self._scale = self._scale and self._scale.loaded(numbers)
+
+    def _loadable(self, state: Any) -> tuple[dict[str, Any], dict[str, float | None]]:
+        """The state by the module's parameters, and the numbers of it."""
         names = {theirs: ours for theirs, ours in self._step.names.items() if ours in self._step.state}
         counts = self._counts()
         if not isinstance(state, Mapping):
             refuse(f"{shown(state)} is no state", fix="pass what state_dict() gave")
+        self._check_mesh(state)
         known = [*names, *counts]
         problems = [f"{name!r} is missing" for name in known if name not in state]
         every = [*self._step.names, *counts]
@@ -159,11 +184,10 @@ class TrainingRun:
         problems += [
             found for n in names if n in state and (found := _differs(n, state[n], self._step.state[names[n]]))
         ]
-        fixed = {name: self._step.fixed[ours] for name, ours in self._step.names.items() if ours in self._step.fixed}
         problems += [
             f"{name!r} is not trained, and is another than the model's"
-            for name, own in fixed.items()
-            if name in state and not _is_same(state[name], own)
+            for name, ours in self._step.names.items()
+            if name in state and ours in self._step.fixed and not _is_same(state[name], self._fixed(ours))
         ]
         numbers = {name: _number(state[name]) for name in counts if name in state}
         problems += [f"{n!r} is {shown(state[n])}, and no number" for n, number in numbers.items() if number is None]
@@ -171,14 +195,24 @@ class TrainingRun:
             refuse(
                 problems, where="the state to load", fix="load what state_dict() of the same model and optimizer gave"
             )
-        with self._module.turns.one("a state that is loaded"):
-            kept = self._module.as_state({names[name]: state[name] for name in names})
-            self._state, self.steps, self._lost = kept, int(numbers[STEP] or 0), ""
-            self._bounded = self._is_bounded(kept)
-            self._scale = self._scale and self._scale.loaded(numbers)
+        return {names[name]: state[name] for name in names}, numbers
 
-    @property
-    def _kept(self) -> dict[str, Any]:
+    def _fixed(self, name: str) -> torch.Tensor:
+        """What is not trained of the parameters, as it was when the step was distributed; of DTensors all ranks would
+        have to ask: there it is the model's."""
+        return self._step.fixed[name] if self._module.is_on_ranks else self._module.weight(name, True)
+
+    def _check_mesh(self, tensors: Mapping[str, Any]) -> None:
+        """The state lies where the step was distributed: on a virtual mesh there is no rank's part of it."""
+        given = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
+        if given and not self._module.is_on_ranks:
+            refuse(
+                f"{listing(given)} given as DTensors to a step on a virtual mesh",
+                where=f"a training run on {self._module.mesh}",
+                fix="distribute the step on their DeviceMesh: distribute_module(step, device_mesh, ...)",
+            )
+
+    def _check_there(self) -> None:
         if self._lost:
             refuse(
                 "the state is lost",
@@ -186,6 +220,9 @@ class TrainingRun:
                 why=f"{self._lost} while parameters were overwritten",
                 fix="load_state_dict() of a state that was saved before",
             )
+
+    @property
+    def _kept(self) -> dict[str, Any]:
         if self._state is None:
             self._state, self._first = self._module.as_state(self._first), {}
             self._bounded = self._is_bounded(self._state)
@@ -215,6 +252,17 @@ class TrainingRun:
     def explain(self) -> str:
         """What was decided, why, and what it costs."""
         return self._module.explain()
+
+    def refuse_call(self, error: Exception, given: Iterable[Any] = ()) -> NoReturn:
+        """Raise `error` instead of a step, which the other ranks take."""
+        self._module.refuse_call(error, given)
+
+    def __reduce__(self) -> NoReturn:
+        refuse(
+            "a TrainingRun can't be copied or pickled",
+            why="both would overwrite the same parameters",
+            fix="distribute the step once more, and load the state_dict() of this run there",
+        )
 
     def __repr__(self) -> str:
         batch = ", ".join(self._step.inputs)

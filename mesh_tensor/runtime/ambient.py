@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.errors import MeshTensorError, refuse
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -51,11 +51,24 @@ def undisturbed(function: Callable[Parameters, Result]) -> Callable[Parameters, 
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         if is_plain():
             return function(*args, **kwargs)
-        refuse_traced(function.__qualname__, args)
+        try:
+            refuse_traced(function.__qualname__, args)
+        except MeshTensorError as error:
+            _refuse(error, *args)
         with plain():
             return function(*args, **kwargs)
 
     return run
+
+
+def _refuse(error: MeshTensorError, owner: object = None, *given: object) -> NoReturn:
+    """Raise instead of a call, which on ranks the others make: a method's `owner` may have a way to tell them."""
+    tell = getattr(owner, "refuse_call", None)
+    if tell is None:
+        raise error
+    with plain():
+        tell(error, given)
+    raise error
 
 
 def is_plain() -> bool:
@@ -187,14 +200,25 @@ def is_dual(tensor: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _why_not_seen(tensor: torch.Tensor) -> tuple[str, str] | None:
+def why_transformed(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Why no kernel can work on a tensor that a transform of torch.func put into another; None if it is none."""
     functorch = torch._C._functorch
     if functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
         return "a tensor inside of torch.func.vmap, grad or jvp, or a batch of gradients", _OUTSIDE
+    return None
+
+
+def _why_not_seen(tensor: torch.Tensor) -> tuple[str, str] | None:
+    if found := why_transformed(tensor):
+        return found
     if is_lazy(tensor):
         return "a parameter that is not initialised yet", "run its model once, on an example"
     if tensor.layout is not torch.strided:
         return f"layout {tensor.layout}, but expected torch.strided", "pass a dense copy: .to_dense()"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype})", "pass its values: .dequantize()"
+    if torch._is_functional_tensor(tensor):
+        return "a tensor inside of torch.func.functionalize", _OUTSIDE
     if tensor.is_nested:
         return "a nested tensor, whose rows have lengths of their own", "pass a dense copy: .to_padded_tensor(0)"
     kind = type(tensor)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from tvm import arith, ir, relax, tirx
 
 from mesh_tensor.annotations.names import SourceNames, known, relax_function, source_names, without_layout
@@ -120,10 +121,7 @@ class ModuleSignature:
                     where=f"weights of {self.function!r}",
                     fix="give it once, or tie the model's weights",
                 )
-        named = {
-            name: tensor.detach() if isinstance(tensor, torch.Tensor) and tensor.requires_grad else tensor
-            for name, tensor in named.items()
-        }
+        named = {name: tensor.detach() if _is_recorded(tensor) else tensor for name, tensor in named.items()}
         self.check(named, device_type, what="weights")
         return named
 
@@ -166,6 +164,11 @@ class ModuleSignature:
             for name in tensors
             if name not in own
         ]
+
+
+def _is_recorded(tensor: Any) -> bool:
+    """Whether it is a tensor of which autograd records what is done, and which has a shape by now."""
+    return isinstance(tensor, torch.Tensor) and tensor.requires_grad and not is_lazy(tensor)
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -37,6 +37,24 @@ def test_gradients_through_what_is_updated_in_place(wanted, backend):
         call(a, b)
     with torch.no_grad():
         assert torch.equal(call(a, b), a + b)
+    own = b * 1
+    text = refusal(lambda: getattr(torch.ops.mesh_tensor, f"updating_{wanted}_{backend}")(a, own))
+    assert f"B is updated in place, and {wanted} requires a gradient" in text
+    assert torch.equal(own, b)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.jacrev])
+def test_transforms(transform):
+    """Torch took tangents for zeros."""
+    op = mt.as_custom_op(matmul_kernel(), f"transformed_by_{transform.__name__}")
+    a, b = torch.randn(8, 8), torch.randn(8, 8)
+    for call in (op, getattr(torch.ops.mesh_tensor, f"transformed_by_{transform.__name__}")):
+        text = refusal(lambda call=call: transform(lambda x: call(x, b))(a))
+        assert "a tensor inside of torch.func.vmap, grad or jvp" in text
+        assert "call it outside of torch.func's transforms" in text
+    product = transform(lambda x: x * op(a, b).sum())(a)  # of what is not transformed
+    torch.testing.assert_close(product.sum(), 64 * (a @ b).sum(), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["two words", "", 3])

@@ -217,6 +217,34 @@ def test_state_is_that_when_the_module_was_distributed():
     assert run(torch.ones(4)).tolist() == [2.0] * 4
 
 
+@pytest.mark.parametrize("called", [False, True])
+def test_states_are_their_takers(called):
+    """Before the first call they were the memory that the run goes on from; what is not trained was the model's."""
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    module = mt.from_torch(torch.export.export(model, (x,)))
+    forward = mt.distribute_module(module, {"x": 2}, {"0.weight": {"x": 0}})
+    step = mt.training_step(model, F.mse_loss, (x, y), optimizer="sgd", lr=0.0)
+    train = mt.distribute_module(step, {"x": 2}, {"0.weight": {"x": 0}})
+    expected, before = model(x).detach(), {name: held.clone() for name, held in model.state_dict().items()}
+    if called:
+        forward(x), train(x, y)
+    for run in (forward, train):
+        for held in (*run.state_dict().values(), *run.state_dict(full=False).values()):
+            if isinstance(held, torch.Tensor):
+                held.zero_()
+        state = run.state_dict()
+        assert all(torch.equal(state[name], own) for name, own in before.items())
+    assert all(torch.equal(own, before[name]) for name, own in model.state_dict().items())
+    torch.testing.assert_close(forward(x), expected)
+    torch.testing.assert_close(train(x, y), F.mse_loss(expected, y))
+    write(model)
+    state = train.state_dict()
+    assert all(torch.equal(state[name], own) for name, own in before.items())
+    train.load_state_dict(state)
+
+
 def test_training_starts_from_what_there_was_when_the_step_was_distributed():
     model, x, y = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), torch.randn(2, 4)
     step = mt.training_step(model, F.mse_loss, (x, y), optimizer="sgd", lr=0.1)

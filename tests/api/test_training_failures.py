@@ -147,8 +147,49 @@ class _Small(nn.Linear):
         return self.factor * small + self.bias
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_functions_with_a_backward_of_their_own(check):
+    """It may be the same in the gradients that are compared with torch's, and another later."""
+    model, x, y = _model()
+    model.forward = lambda x: _Doubled.apply(nn.functional.linear(x, model.weight, model.bias))
+    message = _refused(mt.training_step, model, F.cross_entropy, (x, y), check=check)
+    assert "'_Doubled' with a backward of its own (torch.autograd.Function)" in message
+    assert "write it with torch's operators" in message
+
+
+def test_hooks_on_gradients_of_what_is_computed():
+    """As those that limit gradients on their way, which do nothing to small ones."""
+
+    class Limited(nn.Linear):
+        def forward(self, x):
+            made = super().forward(x)
+            if made.requires_grad:
+                made.register_hook(lambda gradient: gradient.clamp(-1, 1))
+            return made
+
+    _, x, y = _model()
+    for check in (True, False):
+        message = _refused(mt.training_step, Limited(4, 3), F.cross_entropy, (x, y), check=check)
+        assert "the model sets hooks on gradients of what it computes (1)" in message
+
+
+def test_checkpoints_of_torchs():
+    """Their backward is that of what they compute."""
+    model, x, y = _model()
+
+    class Again(nn.Sequential):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    again = mt.training_step(Again(model), F.cross_entropy, (x, y))
+    first = mt.training_step(nn.Sequential(model), F.cross_entropy, (x, y))
+    runs = [mt.distribute_module(step, {"x": 2}, {}) for step in (again, first)]
+    assert runs[0](x, y) == runs[1](x, y)
+
+
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
-def test_a_wrong_gradient_of_a_small_scale(dtype, factor):
+def test_a_wrong_gradient_of_a_small_scale(monkeypatch, dtype, factor):
+    monkeypatch.setattr(_Doubled, "__module__", "torch.like")
     torch.manual_seed(0)
     model, batch = _Small(4, 3).to(dtype), (torch.randn(6, 4, dtype=dtype), torch.randint(0, 3, (6,)))
     model.is_doubled, model.factor = False, factor

@@ -91,6 +91,22 @@ def test_subclasses_that_only_have_a_name(kern, module):
     assert torch.equal(module(named), module(ONES))
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:.*torch.ao.quantization")
+def test_other_tensors_than_their_class_says(kern, module):
+    """Quantized ones, and those inside of torch.func.functionalize."""
+    quantized = torch.quantize_per_tensor(ONES, 0.1, 0, torch.qint8)
+    text = refusal(lambda: mt.distribute(quantized, {"x": 2}, {"x": 0}))
+    assert "a quantized tensor (torch.qint8)" in text
+    assert ".dequantize()" in text
+    for call in (lambda x: kern(x, ONES), module, lambda x: mt.distribute(x, {"x": 2}, {"x": 0})):
+        text = refusal(lambda call=call: torch.func.functionalize(call)(ONES))
+        assert "a tensor inside of torch.func" in text
+    lazy = nn.LazyLinear(8).weight
+    program = mt.from_torch(torch.export.export(nn.Linear(8, 8), (ONES,)))
+    text = refusal(lambda: mt.distribute_module(program, {"x": 2}, {}, weights={**program.params, "weight": lazy}))
+    assert "parameter 'weight': a parameter that is not initialised yet" in text
+
+
 def test_distribute():
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(ONES)

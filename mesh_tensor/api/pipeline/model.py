@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -83,7 +84,7 @@ class Pipeline:
         self.memory: dict[str, str] = {}
         self._weights = StageWeights(self._whole, carrier, self._runs, self.memory)
         self._gradients: dict[int, Values] = {}
-        self._checks_indices, self._ran, self._turns = True, False, Turns()
+        self._checks_indices, self._ran, self._turns = True, False, Turns(self._as_call)
         self._machine: Machine = CPU
         self._constants = Constants()
         self._form: CallForm | None = None
@@ -251,7 +252,7 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """The weights as they are now, what the model writes (running statistics), and what rules keep for weights
         ("update.m.fc.weight"): whole tensors and numbers, by torch's names. On ranks, all have to ask."""
-        with self._turns.one("a state that is asked for"):
+        with self._turns.one("a state that is asked for", of_several=True):
             scale = {} if self._scale is None else self._scale.state()
             return {**self._checkpoints.state(self.weights()), **scale}
 
@@ -290,21 +291,33 @@ class Pipeline:
                 refuse(f"rule={shown(rule)}", fix="give a function of a weight, its gradient and a dict that is kept")
             return {"update": ", ".join(self.trained), "max_norm": str(max_norm)}, None
 
+        def ruled(*given: Any) -> Any:
+            with self._turns.closed("the rule of an update"):
+                return rule(*given)
+
         def run(_: None) -> None:
             sums = self.gradients() if self._planned.shared or max_norm is not None else {}
             scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm_of(sums) + 1e-6))
             shared, loss_scale = {name: sums[name] for name in self._planned.shared}, self._scale
             can_fall = loss_scale is not None and loss_scale.can_fall
-            done = self._weights.update(rule, self._gradients, shared, scale, can_fall)
+            done = self._weights.update(ruled, self._gradients, shared, scale, can_fall)
             self.skipped += not done
             if loss_scale is not None:
                 self._scale = loss_scale.after_step() if done else loss_scale.after_overflow()
 
-        with self._turns.one("an update of a pipeline"):
+        with self._turns.one("an update of a pipeline", of_several=True):
             if self._runs is None:
                 run(prepare()[1])
             else:
                 self._runs.call(prepare, run)
+
+    def _as_call(self, _: Iterable[Any]) -> AbstractContextManager[None]:
+        return nullcontext() if self._runs is None else self._runs.as_call()
+
+    def refuse_call(self, error: Exception, given: Iterable[Any] = ()) -> NoReturn:
+        """Raise `error` instead of a call, which the other ranks make."""
+        with self._as_call(given):
+            raise error
 
     @property
     def loss_scale(self) -> float | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,8 +44,6 @@ class RankRuns:
         calls = self.ranks.world.calls
         with calls.lane() as lane:
             try:
-                if self._generation != calls.generation:  # of a call that failed, not all may know what was agreed on
-                    self._agreed, self._generation = set(), calls.generation
                 return self._call(lane, prepare, run, whole)
             except BaseException as error:
                 if lane.opened or calls.ended:  # others of this rank's mesh may wait for it there
@@ -59,14 +58,8 @@ class RankRuns:
         whole: Callable[[Any], Mapping[str, Any]],
     ) -> Any:
         world = self.ranks.world
-        try:
+        with self.as_call():
             facts, prepared = prepare()
-        except Exception as error:
-            if self._agreed:
-                self.ranks.tell(error)
-            else:
-                agree(world, self._faults, {}, refusal=words_of(error))
-            raise
         facts = {"kernel": f"pipeline of {self._name}", **facts}
         digest = digest_of(facts)
         if digest not in self._agreed:
@@ -77,6 +70,23 @@ class RankRuns:
         made = run(prepared)
         lane.opened -= 1
         return made
+
+    @contextmanager
+    def as_call(self) -> Iterator[None]:
+        """What is raised within, before anything is sent, counts as a call: the other ranks make one, and hear of it
+        there."""
+        calls = self.ranks.world.calls
+        with calls.lane():
+            if self._generation != calls.generation:  # of a call that failed, not all may know what was agreed on
+                self._agreed, self._generation = set(), calls.generation
+            try:
+                yield
+            except Exception as error:
+                if self._agreed:
+                    self.ranks.tell(error)
+                else:
+                    agree(self.ranks.world, self._faults, {}, refusal=words_of(error))
+                raise
 
     def row(self, schedule: Schedule, row: Row) -> None:
         """Run this rank's actions, in order."""

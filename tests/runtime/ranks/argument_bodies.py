@@ -131,6 +131,9 @@ def views_that_are_not_as_their_memory(rank):
     assert torch.equal(mt.from_dtensor(given).full(), whole.conj())
     negated = torch._neg_view(ones[:, :4].contiguous())
     assert kern.local(negated, ones[:4]).eq(-8).all()
+    named = ones[:, :4].as_subclass(type("Named", (torch.Tensor,), {}))
+    assert type(kern.local(named, ones[:4])) is torch.Tensor
+    assert kern.local(named.contiguous(), ones[:4]).eq(8).all()
     text = refusal(
         lambda: kern(DTensor.from_local(negated, mesh, [Shard(1)]), distribute_tensor(ones, mesh, [Shard(0)]))
     )
