@@ -98,7 +98,7 @@ def _with_whole_terms(
     waiting = [value for value in node.inputs if value in pending]
     if len(waiting) != 1 or not _adds(node, atoms.rules[node]) or not _shrinks(node.outputs[0], atoms, uses):
         return None
-    (left,) = [pending[value] for value in waiting]
+    left = pending[waiting[0]]
     if left.owner is not None or any(op != "sum" or axis in decision.split for axis, op in left.parts):
         return None
     needed = list(decision.needed)
