@@ -111,7 +111,7 @@ def _with_whole_terms(
 def _shrinks(value: Value, atoms: Atoms, uses: Mapping[Value, list[tuple[Node, int]]]) -> bool:
     """Whether something smaller is made of the value alone, by nodes that are linear in it."""
     size = value.type.elements
-    while len(users := uses.get(value, ())) == 1:
+    while len(users := uses.get(value, [])) == 1:
         ((node, position),) = users
         rule = atoms.rules[node].rule
         if len(node.outputs) != 1 or not (
