@@ -102,8 +102,10 @@ class MeshModule(ModuleCalls):
 
     @undisturbed
     def __call__(self, *args: Any, **named: Any) -> Any:
-        with self.as_call((*args, *named.values())):
+        try:
             arguments, named = call_tensors(self._form, args, named)
+        except Exception as error:
+            self.refuse_call(error, (*args, *named.values()))
         given = [*arguments, *named.values()]
 
         def bind() -> dict[str, Any]:
