@@ -243,6 +243,9 @@ def training_fragments(
         last = here.lasts[kind] - here.own
         made[kind].module.forget([number for number, name in enumerate(made[kind].takes) if name in last])
         made[kind].module.add_up(list(here.sums[kind].values()))
+        made[kind].module.hand_on_first(
+            [number for number, name in enumerate(made[kind].gives) if here.valued.get(name) in stage.takes]
+        )
     return here
 
 

@@ -33,7 +33,7 @@ from mesh_tensor.targets.op_steps import Records
 from .module_launch import ModuleLaunch, Recorder, Recording, kept_apart, state_of
 from .module_plans import ModulePlans
 from .module_ports import HeldWeights
-from .module_ranks import RankModuleLaunch
+from .module_ranks import HandOn, RankModuleLaunch
 from .on_ranks import OnRanks, device_mesh_of
 from .turns import Turns
 
@@ -81,6 +81,7 @@ class ModuleCalls(OnRanks):
         self._carried: Records = {}
         self._ends: Collection[int] = ()
         self._totals: Collection[int] = ()
+        self._handed_on: Collection[int] = ()
         self._plan: ModulePlan | None = None
         self._open = self._signature.is_open(given)
         self._looked_up: tuple[ModulePlan | None, HeldWeights | None] = None, None
@@ -109,18 +110,24 @@ class ModuleCalls(OnRanks):
         """From now on the results of these numbers may be added to totals that are given with a call."""
         self._totals = numbers
 
+    def hand_on_first(self, numbers: Collection[int]) -> None:
+        """From now on `call_parts` may hand on the results of these numbers before others are computed."""
+        self._handed_on = numbers
+
     def call_parts(
         self,
         parts: list[Part],
         device_mesh: Any,
         kept: dict[str, Any] | None = None,
         totals: dict[int, Part] | None = None,
+        hand_on: HandOn | None = None,
     ) -> list[Part]:
         """A call with this rank's parts of all parameters, in order: nothing is checked, and nothing is said of how
         torch computes. The function has known sizes, returns a tuple of tensors, and has no weights here. `parts` is
         empty afterwards. `kept` has what is carried to this call (see `carry`), and gets what is carried from it.
         `totals` has by the number of a result (see `add_up`) what it is to be added to, of which nobody else has the
-        memory: the result is the sum then, and it is no longer there."""
+        memory: the result is the sum then, and it is no longer there. `hand_on` gets those results that may be
+        handed on early (see `hand_on_first`), if they are there before the rest is computed."""
         launch = self._last_of_parts
         ranks = launch.ranks if launch else ranks_of(self.mesh, device_mesh, self._target.device_type)
         with ranks.calls.lane() as lane:
@@ -128,7 +135,7 @@ class ModuleCalls(OnRanks):
                 made = self._launch({}, ranks)
                 assert isinstance(made, RankModuleLaunch)
                 launch = self._last_of_parts = made
-            return launch.parts(parts, kept, totals)
+            return launch.parts(parts, kept, totals, hand_on)
 
     @undisturbed
     def step(
@@ -249,7 +256,12 @@ class ModuleCalls(OnRanks):
                 made_for = plan, self._target, ranks, self._weights, self._options.overlap, self._carried
                 settled = self._device_mesh is not None
                 launch = RankModuleLaunch(
-                    *made_for, whole=self._held, settled=settled, ends=self._ends, totals=self._totals
+                    *made_for,
+                    whole=self._held,
+                    settled=settled,
+                    ends=self._ends,
+                    totals=self._totals,
+                    handed_on=self._handed_on,
                 )
             self._launches.put(key, launch)
         return launch

@@ -31,6 +31,8 @@ from mesh_tensor.targets.totals import can_be_totals, total_of
 from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, constants_digest, picked, ports_of
 from .rank_ports import RankPort
 
+HandOn = Callable[[dict[int, Part]], None]  # of results, by their numbers
+
 
 class RankModuleLaunch:
     """A plan, ready to run on `ranks`, as one thread calls it. Every rank has to make the same calls."""
@@ -48,11 +50,12 @@ class RankModuleLaunch:
         settled: bool = True,
         ends: Collection[int] = (),
         totals: Collection[int] = (),
+        handed_on: Collection[int] = (),
     ) -> None:
         """`whole`: what is held, the same on all ranks. `settled`: the module was made for this DeviceMesh. One that
         was not may go on with other process groups, so weights stay whole beside what is laid out of them, unless they
         were given away. `ends`: the numbers of the parameters that `parts` forgets after their last use; `totals`:
-        those of results that may be added to totals."""
+        those of results that may be added to totals, `handed_on` of those that are wanted as soon as may be."""
         self.plan, self.ranks, self.lane = plan, ranks, ranks.calls.lane()
         self._settled = settled
         made = plan.made
@@ -67,8 +70,9 @@ class RankModuleLaunch:
         added = {number: made.result[number] for number in totals}
         self._totals = {n: found[name] for n, name in added.items() if name in found and name in there}
         sums = frozenset(self._totals.values())
-        self._run = RankLaunch(RankBackend(program, target, ranks, faults, carried=carried, ends=ended, totals=sums))
-        self._result = made.result
+        first = {made.result[number] for number in handed_on}
+        backend = RankBackend(program, target, ranks, faults, carried=carried, ends=ended, totals=sums, handed_on=first)
+        self._run, self._result, self._handed_on = RankLaunch(backend), made.result, sorted(handed_on)
         self._ports = {port.name: RankPort(port, ranks, self._run) for port in ports_of(plan)}
         self._inputs = dict(zip(plan.params, made.inputs, strict=True))
         values = made.program.values
@@ -103,11 +107,15 @@ class RankModuleLaunch:
         return self._tree(self._result, {**known, **made}, as_dtensors)
 
     def parts(
-        self, given: list[Part], kept: dict[str, Any] | None = None, totals: dict[int, Part] | None = None
+        self,
+        given: list[Part],
+        kept: dict[str, Any] | None = None,
+        totals: dict[int, Part] | None = None,
+        hand_on: HandOn | None = None,
     ) -> list[Part]:
         """What the function returns, as this rank's parts, for those of its parameters, in their order. Every
-        rank has to make the same calls. `given` is empty afterwards. `kept`: as RankLaunch takes it; `totals`: as
-        `call_parts` of a module takes them."""
+        rank has to make the same calls. `given` is empty afterwards. `kept`: as RankLaunch takes it; `totals` and
+        `hand_on`: as `call_parts` of a module takes them."""
         held = {storage: tile() for storage, tile in self._fixed}
         for (storage, tiling, enter), part in zip(self._entries, given, strict=True):
             tile = part.tile if part.tiling is tiling and (part.is_ready or part.serves()) else None
@@ -115,7 +123,11 @@ class RankModuleLaunch:
         given.clear()  # or what is forgotten on the way would stay
         self.lane.run(self._digest)
         added = self._added(totals, held) if totals else {}
-        self._run.on_tiles(held, kept)
+        if hand_on is not None and self._run.hands_on:
+            leaving = [(number, *self._exits[number]) for number in self._handed_on]
+            self._run.on_tiles(held, kept, lambda: hand_on({n: leave(held[storage]) for n, storage, leave in leaving}))
+        else:
+            self._run.on_tiles(held, kept)
         exits = enumerate(self._exits)
         return [added[number] if number in added else leave(held[storage]) for number, (storage, leave) in exits]
 

@@ -46,10 +46,18 @@ class Carrier(ABC):
         """A value that another stage hands over, once it is there."""
 
     @abstractmethod
-    def run(self, fragment: Fragment, values: list[Any], kept: dict[str, Any], totals: dict[int, Any]) -> Sequence[Any]:
+    def run(
+        self,
+        fragment: Fragment,
+        values: list[Any],
+        kept: dict[str, Any],
+        totals: dict[int, Any],
+        hand_on: Callable[[dict[int, Any]], None],
+    ) -> Sequence[Any]:
         """What a fragment makes of values of its mesh, which are forgotten. `kept` has what torch kept of an earlier
         one of its stage and microbatch, and gets what it keeps of this one. `totals`: by the number of a result what it
-        is to be added to, of which nobody else has the memory. Those that this was done with are no longer there."""
+        is to be added to, of which nobody else has the memory. Those that this was done with are no longer there.
+        `hand_on` may get what other stages take, all of it, by numbers, before the rest is computed."""
 
     @abstractmethod
     def add(self, one: Any, other: Any) -> Any:
@@ -128,7 +136,12 @@ class Mailbox(Carrier):
             return self._there.pop(key)
 
     def run(
-        self, fragment: Fragment, values: list[MeshTensor], kept: dict[str, Any], totals: dict[int, MeshTensor]
+        self,
+        fragment: Fragment,
+        values: list[MeshTensor],
+        kept: dict[str, Any],
+        totals: dict[int, MeshTensor],
+        hand_on: Callable[[dict[int, Any]], None],
     ) -> Sequence[MeshTensor]:
         return fragment.module.call_alike(*values, totals=totals)
 
@@ -213,9 +226,14 @@ class RankCarrier(Carrier):
         self._coming[key] = self._ranks.expect(plan, dtype, there.stage.mesh, self._numbers[key])
 
     def run(
-        self, fragment: Fragment, values: list[Part], kept: dict[str, Any], totals: dict[int, Part]
+        self,
+        fragment: Fragment,
+        values: list[Part],
+        kept: dict[str, Any],
+        totals: dict[int, Part],
+        hand_on: Callable[[dict[int, Any]], None],
     ) -> Sequence[Part]:
-        return fragment.module.call_parts(values, self._ranks.mine, kept, totals)
+        return fragment.module.call_parts(values, self._ranks.mine, kept, totals, hand_on)
 
     def add(self, one: Part, other: Part) -> Part:
         return Part(one.local + other.laid(one.layout, self._ranks.mine).local, one.layout, one.shape)

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -52,7 +53,7 @@ class Row:
         self._held: dict[tuple[int, int], Values] = {}
         self._kept: dict[tuple[int, int], dict[str, Any]] = {}  # what torch keeps for its gradients, by the place
         self._sizes: dict[tuple[int, int], int] = {}
-        self._bytes = 0
+        self._bytes, self._handed_on = 0, False
         self.results: dict[tuple[str, int], Any] = {}
         self.gradients: dict[int, Values] = {}
         self.peak_bytes = 0
@@ -116,9 +117,10 @@ class Row:
             sums, known = self.gradients.setdefault(stage.index, {}), frozenset[int]()
             if here.sums[action.kind].keys() - sums.keys():
                 known = frozenset(self._storages((*held.values(), *weights.values())))
+            self._handed_on = False
             made = self._run(here, action, held)
             held |= made
-            self._deliver(here, made, known, action.microbatch)
+            self._deliver(here, made, known, action)
         for name in held.keys() - here.later[action.kind]:
             del held[name]
         if not held:
@@ -147,24 +149,29 @@ class Row:
         sums, numbers = self.gradients.get(here.stage.index, {}), here.sums[action.kind]
         totals = {number: sums[weight] for weight, number in numbers.items() if weight in sums}
         left = totals.copy()
-        results = carrier.run(fragment, values, kept, left)
+        results = carrier.run(fragment, values, kept, left, partial(self._hand_on, here, action))
         added = totals.keys() - left.keys()
         sums |= {weight: results[number] for weight, number in numbers.items() if number in added}
         return {name: results[n] for n, name in enumerate(fragment.gives) if n not in added}
 
-    def _deliver(self, here: StageFragments, made: Values, known: Collection[int], microbatch: int) -> None:
-        """Hand gradients of what the stage took to those who made it; add up those of weights. `known`: the storages
-        that there were before, where some weight has no gradient yet."""
-        stage, of_weights = here.stage, {}
+    def _hand_on(self, here: StageFragments, action: Action, made: Mapping[int, Any]) -> None:
+        """Hand gradients of what the stage took, as results of a fragment by their numbers, to those who made it."""
+        stage, gives = here.stage, here.fragments[action.kind].gives
+        for number, value in made.items():
+            there = self._microbatches[action.microbatch].stages[stage.takes[here.valued[gives[number]]]]
+            if gives[number] in there.taken:
+                self._carrier.hand(here, there, gives[number], value, action.microbatch)
+        self._handed_on = True
+
+    def _deliver(self, here: StageFragments, made: Values, known: Collection[int], action: Action) -> None:
+        """Hand gradients of what the stage took to those who made it, unless that is done; add up those of weights.
+        `known`: the storages that there were before, where some weight has no gradient yet."""
+        gives = here.fragments[action.kind].gives
+        if not self._handed_on:
+            taken = {n: made[name] for n, name in enumerate(gives) if here.valued.get(name) in here.stage.takes}
+            self._hand_on(here, action, taken)
         users = Counter(self._storages(made.values())) if known else Counter[int]()
-        for name, value in made.items():
-            of = here.valued.get(name, "")
-            if of in here.own:
-                of_weights[of] = value
-            elif of in stage.takes:
-                there = self._microbatches[microbatch].stages[stage.takes[of]]
-                if name in there.taken:
-                    self._carrier.hand(here, there, name, value, microbatch)
+        of_weights = {of: value for name, value in made.items() if (of := here.valued.get(name, "")) in here.own}
         self._add_up(here, of_weights, {storage for storage, count in users.items() if count == 1}.difference(known))
 
     def _storages(self, values: Iterable[Any]) -> Iterator[int]:

@@ -10,6 +10,7 @@ import torch
 
 from mesh_tensor.base.dtypes import poison_value
 from mesh_tensor.program.builder import with_ends
+from mesh_tensor.program.handed_on import handed_on_first
 from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
@@ -53,21 +54,37 @@ class RankBackend:
         carried: Records | None = None,
         ends: Collection[str] = (),
         totals: Collection[str] = (),
+        handed_on: Collection[str] = (),
     ) -> None:
         """`carried`: what torch keeps in this program for another one, or in that for this one. `ends`: inputs that
-        are forgotten after their last use. `totals`: results that are added to what is held for them."""
+        are forgotten after their last use. `totals`: results that are added to what is held for them. `handed_on`:
+        results that are there as soon as may be, if there is one device and nothing that callers bring is written."""
         self.program, self.ranks, self.faults, self.poison = program, ranks, faults, poison
         self.device = target.device()
         self.carried = frozenset(record.name for record in (carried or {}).values())
         self._target, self._records = target, {**recorded_pairs(program), **(carried or {})}
         self._totals = totals
         first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
-        if ends and not last:
-            first = with_ends(first, program.values, _only_taken(program, ends))
-        self._first, self._last = self._actions(first), self._actions(last)
+        before: Sequence[Step] = ()
+        if not last:
+            ended = _only_taken(program, ends)
+            if handed_on and program.mesh.num_devices == 1:
+                before, first = handed_on_first(program, handed_on, ended, totals)
+            elif ended:
+                first = with_ends(first, program.values, ended)
+        self._before, self._first, self._last = self._actions(before), self._actions(first), self._actions(last)
+        self.hands_on = bool(before)
 
-    def run(self, memory: Memory, before_overwriting: Callable[[], None] = lambda: None) -> None:
-        """Run all steps, in order, on the storages that `memory` holds."""
+    def run(
+        self,
+        memory: Memory,
+        before_overwriting: Callable[[], None] = lambda: None,
+        hand_on: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run all steps, in order, on the storages that `memory` holds. `hand_on` is called as soon as what is to be
+        handed on is there, if it `hands_on`."""
+        self._act(self._before, memory)
+        hand_on()
         self._act(self._first, memory)
         before_overwriting()
         self._act(self._last, memory)

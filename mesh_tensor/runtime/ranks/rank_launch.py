@@ -100,17 +100,24 @@ class RankLaunch:
         mark_written(written)
         return results
 
-    def on_tiles(self, held: dict[str, Any], kept: dict[str, Any] | None) -> dict[str, Any]:
+    def on_tiles(
+        self, held: dict[str, Any], kept: dict[str, Any] | None, hand_on: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
         """Run on tiles of the inputs, by storage, as `entered` gives them; what the storages hold afterwards. `kept`
-        has what was carried to this program, and gets what is carried from it."""
+        has what was carried to this program, and gets what is carried from it; `hand_on` is for what `hands_on`."""
         memory = Memory({})
         memory.held = held
         if kept:
             held.update((name, kept.pop(name)) for name in self._backend.carried & kept.keys())
-        self._backend.run(memory)
+        self._backend.run(memory, hand_on=hand_on)
         if kept is not None:
             kept.update((name, held[name]) for name in self._backend.carried & held.keys())
         return held
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether some results are there before all steps have run."""
+        return self._backend.hands_on
 
     def entered(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """This rank's part of an input as its tile: of memory of its own, where the steps write to it."""

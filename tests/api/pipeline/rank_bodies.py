@@ -27,8 +27,8 @@ def made(schedule: str, ranks: bool, topology: Any = TOPOLOGY) -> tuple[dict[str
     """Weights, and a pipeline with them."""
     torch.manual_seed(0)
     module, weights = chain()
-    layouts = {"m0": {"x": {"d": 0}, "w0": {"d": 1}}, "m1": {"y": {"d": 0}}}
-    options = {"microbatches": 4, "schedule": schedule, "train": True}
+    layouts = {"m0": {"x": {"d": 0}, "w0": {"d": 1}}, "m1": {"y": {"d": 0}}} if len(topology) == 2 else {}
+    options = {"microbatches": 4, "schedule": schedule if len(topology) == 2 else "1f1b", "train": True}
     return weights, mt.pipeline(module, topology, CUTS[schedule], layouts, ranks=ranks, **options)
 
 
@@ -96,8 +96,8 @@ def keeps(rank: int) -> dict[str, list[str]]:
         )  # fmt: skip
         names = found[schedule] = list[str]()
 
-        def noting(carrier: Any, fragment: Any, values: Any, kept: Any, totals: Any, names: list[str] = names) -> Any:
-            before, made = len(kept), call(carrier, fragment, values, kept, totals)
+        def noting(carrier: Any, fragment: Any, values: Any, kept: Any, *rest: Any, names: list[str] = names) -> Any:
+            before, made = len(kept), call(carrier, fragment, values, kept, *rest)
             names.append(f"{fragment.kind} {len(kept) - before:+}")
             return made
 
@@ -108,6 +108,31 @@ def keeps(rank: int) -> dict[str, list[str]]:
         got, wanted = run.gradients(), virtual.gradients()
         assert got.keys() == wanted.keys()
         assert all(torch.equal(got[name], wanted[name]) for name in got), schedule
+    return found
+
+
+def hands_on(rank: int) -> list[str]:
+    """Of stages on one device each: what fragments hand on before they end; the bits are those of a virtual
+    topology."""
+    from mesh_tensor.api.pipeline.carriers import RankCarrier
+
+    virtual, run = (made("interleaved", ranks, {f"m{n}": {"d": 1} for n in range(4)})[1] for ranks in (False, True))
+    inputs, found, call = batch(12), list[str](), RankCarrier.run
+
+    def noting(carrier: Any, fragment: Any, values: Any, kept: Any, totals: Any, hand_on: Any) -> Any:
+        def handing(made: dict[int, Any]) -> None:
+            found.extend(f"{fragment.kind} {fragment.gives[number]}" for number in made)
+            hand_on(made)
+
+        return call(carrier, fragment, values, kept, totals, handing)
+
+    RankCarrier.run = noting  # type: ignore[method-assign]
+    loss = run(*inputs)
+    RankCarrier.run = call  # type: ignore[method-assign]
+    assert torch.equal(loss, virtual(*inputs))
+    got, wanted = run.gradients(), virtual.gradients()
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], wanted[name]) for name in got)
     return found
 
 
@@ -247,6 +272,7 @@ def on_four(rank: int) -> dict[str, Any]:
     return {
         "same or refused": same_or_refused(rank),
         "keeps": keeps(rank),
+        "hands on": hands_on(rank),
         "writes": writes(rank),
         "not finite": not_finite_on_one_mesh(rank),
         "raises in an action": raises_in_an_action(rank),

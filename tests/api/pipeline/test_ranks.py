@@ -43,6 +43,15 @@ def test_what_torch_keeps_goes_from_forward_to_backward(on_four):
             assert names.count("W +0") == (4 if later == "I" else 0), names
 
 
+def test_gradients_for_the_stage_before_are_handed_on_before_those_of_weights(on_four):
+    """Once per microbatch; the first stage has nobody to hand them to."""
+    for number, each in enumerate(on_four):
+        names = each["hands on"]
+        assert len(names) == (4 if number else 0)
+        assert len(set(names)) <= 1
+        assert all(name.startswith("B ") for name in names)
+
+
 def test_what_a_model_writes_is_that_of_the_virtual_topology_on_all_ranks(on_four):
     for message in [each["writes"] for each in on_four]:
         assert "values of the state differ between ranks: ranks 0, 2, 3: " in message
