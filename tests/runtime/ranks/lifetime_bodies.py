@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
+from tests.api.pipeline.models import chain
 
 from .support import refusal
 
@@ -113,6 +114,10 @@ def meshes_of_other_groups(rank, folder):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     a, b = distribute_tensor(torch.ones(M, K), mesh, [Shard(1)]), distribute_tensor(torch.ones(K, N), mesh, [Shard(0)])
     assert kern(a, b).to_local().eq(K).all()
+    meshes = {"m0": {"d": 1}, "m1": {"d": 1}}
+    piped = mt.pipeline(chain()[0], meshes, ["layer1"], {}, ranks=True, microbatches=2, schedule="1f1b", train=True)
+    batch = torch.randn(6, 6), torch.randn(6, 6)
+    piped(*batch)
     dist.barrier()
     dist.destroy_process_group()
     gone = refusal(lambda: kern(a, b))
@@ -122,6 +127,10 @@ def meshes_of_other_groups(rank, folder):
         text = refusal(call)
         assert "the DeviceMesh is of a process group that was destroyed" in text
         assert "make it, and what lies on it, anew" in text
+    for call in (lambda: piped(*batch), piped.weights, lambda: piped.load_state_dict({})):
+        text = refusal(call)
+        assert "the process group that this was made in was destroyed" in text
+        assert "make the pipeline anew" in text
     dist.barrier()
     dist.destroy_process_group()
 
