@@ -4,6 +4,7 @@ torch.autograd records: its forward, which gives what its backward takes, and th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -87,6 +88,10 @@ class RecordedModule:
             given[0] = self._on_mesh(given[0], fragment)
         made = self._ran(fragment, given, True)
         return {name: made[gradient_name(name)] for name in self.wanted}
+
+    def backward_as_call(self, grads: Sequence[Any]) -> AbstractContextManager[None]:
+        """Within, what is refused counts as a backward, which the other ranks make."""
+        return self._fragment("B").module.as_call(grads)
 
     def backward_takes(self) -> tuple[str, ...]:
         """What the backward takes of what went into the forward, or came out of it; and gradients of results."""
@@ -175,14 +180,15 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        if torch.is_grad_enabled():
-            refuse(
-                "gradients of gradients (create_graph=True)",
-                where=f"the backward of module function {call.recorded.function!r}",
-                why="gradients are made by a module that is not differentiated again",
-                fix="write the penalty on gradients without them, or leave out create_graph",
-            )
-        refuse_traced(f"the backward of module function {call.recorded.function!r}", grads)
+        with call.recorded.backward_as_call(grads):
+            if torch.is_grad_enabled():
+                refuse(
+                    "gradients of gradients (create_graph=True)",
+                    where=f"the backward of module function {call.recorded.function!r}",
+                    why="gradients are made by a module that is not differentiated again",
+                    fix="write the penalty on gradients without them, or leave out create_graph",
+                )
+            refuse_traced(f"the backward of module function {call.recorded.function!r}", grads)
         known = {**dict(zip(ctx.kept, ctx.saved_tensors, strict=True)), **ctx.inner}
         for name, grad in zip(call.recorded.results(), grads, strict=True):
             known[gradient_name(name)] = call.recorded.blank(name) if grad is None else grad

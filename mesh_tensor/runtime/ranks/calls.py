@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -43,7 +43,7 @@ class Calls:
     def __init__(self, rank: int, places: Sequence[int], where: str, clock: Clock = time) -> None:
         self.rank, self.places, self.where, self.clock = rank, places, where, clock
         self.count = len(places)
-        self.generation, self.ended = 0, ""
+        self.generation, self.ended, self.is_forked = 0, "", False
         self.wire: Wire | None = None
         self.name, self.timeout = "", timedelta()
         self._board: Board | None = None
@@ -94,7 +94,9 @@ class Calls:
         self._connect = connect
 
     def check(self) -> None:
-        """Raise a MeshTensorError if the mesh was ended."""
+        """Raise a MeshTensorError if the mesh was ended, or is another process's."""
+        if self.is_forked:
+            refuse_forked(self.where)
         if self.ended:
             refuse(
                 f"nothing can run on these ranks since a call failed: {self.ended}",
@@ -125,6 +127,8 @@ class Calls:
 
     def resume(self) -> None:
         """Begin again, with the next generation: all ranks have to. What is under way is dropped."""
+        if self.is_forked:
+            refuse_forked(self.where)
         if not self.connected:
             return
         with self.lock:
@@ -283,6 +287,17 @@ class Calls:
             ):
                 return True
         return False
+
+
+def refuse_forked(where: str) -> NoReturn:
+    """Refuse a call of a process that was forked from a rank, and has its connections."""
+    refuse(
+        "this process was forked from one that is a rank",
+        where=where,
+        why="both have the same connections, and one would take what the other is sent",
+        fix="call on the ranks from the process that initialized the process group; start others with "
+        "multiprocessing.get_context('spawn')",
+    )
 
 
 def begin_alike(one: Sequence[int], other: Sequence[int]) -> bool:

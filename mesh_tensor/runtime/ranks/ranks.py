@@ -19,7 +19,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 
-from .calls import Calls
+from .calls import Calls, refuse_forked
 from .device_meshes import backends, check_backend, check_fit, device_mesh_of, named, timeout_of, world_group
 from .lane import GlooWire, StoreBoard, Wire, can_share, end_watch, machine_of, place_here, said_timeout, watch
 from .shared_meeting import shared_wire
@@ -184,6 +184,8 @@ def ranks_of(mesh: Mesh, device_mesh: DeviceMesh | None, device_type: str) -> Ra
     if device_mesh is not None and type(device_mesh).__name__ != "DeviceMesh":
         refuse(f"device_mesh is a {type(device_mesh).__name__}", where=str(mesh), fix="pass a torch DeviceMesh")
     world = world_group()
+    if _forked and _forked[0] is world:
+        refuse_forked(str(mesh))
     with _making:
         if _made and _made[0] is not world:
             _let_go()  # another process group than before: what was made with that one is gone
@@ -215,6 +217,7 @@ def are_current() -> bool:
 _making = threading.RLock()  # held by a thread that looks for a mesh's Ranks, and makes them
 _known: dict[tuple[Any, ...], Ranks] = {}
 _made: list[Any] = []
+_forked: list[Any] = []  # the process group that there was when this process was forked from another
 _worlds = [0]  # how many process groups there were before
 _first_seen: dict[int, tuple[ref[DeviceMesh], int]] = {}  # when, by the id of a DeviceMesh
 
@@ -232,6 +235,18 @@ def _check_current(mesh: Mesh, device_mesh: DeviceMesh) -> None:
             why="there is another process group now",
             fix="make it, and what lies on it, anew",
         )
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: what the ranks are connected by goes on in the other one."""
+    _forked[:] = [dist.group.WORLD] if dist.is_available() and dist.is_initialized() else []
+    for ranks in list(_alive):
+        if not ranks.is_gone():
+            ranks.calls.is_forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @atexit.register

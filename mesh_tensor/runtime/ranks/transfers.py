@@ -52,7 +52,6 @@ class Arrival:
 class RankTopology:
     """The meshes of a topology as DeviceMeshes: device i of the topology is rank i. All ranks have to make it.
 
-    world     all ranks as one mesh, over whose connections values go from mesh to mesh
     name      the mesh that this rank is in; `rank` is its number there
     """
 
@@ -61,7 +60,7 @@ class RankTopology:
 
         _check(topology)
         self.topology = topology
-        self.world: Ranks = ranks_of(Mesh({"ranks": topology.num_devices}), None, device_type)
+        self._world: Ranks = ranks_of(Mesh({"ranks": topology.num_devices}), None, device_type)
         self.device_meshes = {
             name: TorchMesh(
                 device_type,
@@ -71,6 +70,18 @@ class RankTopology:
             for name in topology
         }
         self.name, self.rank = topology.places(self.world.rank)[0]
+
+    @property
+    def world(self) -> Ranks:
+        """All ranks, as long as their process group is the one that there is."""
+        if self._world.is_gone():
+            refuse(
+                "the process group that this was made in was destroyed",
+                where=str(self.topology),
+                why="there is another process group now",
+                fix="make the pipeline anew, and load the state_dict() that it gave before",
+            )
+        return self._world
 
     @property
     def mine(self) -> DeviceMesh:

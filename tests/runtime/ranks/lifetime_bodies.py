@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
+from tests.api.pipeline.models import chain
 
 from .support import refusal
 
@@ -113,6 +114,10 @@ def meshes_of_other_groups(rank, folder):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
     a, b = distribute_tensor(torch.ones(M, K), mesh, [Shard(1)]), distribute_tensor(torch.ones(K, N), mesh, [Shard(0)])
     assert kern(a, b).to_local().eq(K).all()
+    meshes = {"m0": {"d": 1}, "m1": {"d": 1}}
+    piped = mt.pipeline(chain()[0], meshes, ["layer1"], {}, ranks=True, microbatches=2, schedule="1f1b", train=True)
+    batch = torch.randn(6, 6), torch.randn(6, 6)
+    piped(*batch)
     dist.barrier()
     dist.destroy_process_group()
     gone = refusal(lambda: kern(a, b))
@@ -122,5 +127,46 @@ def meshes_of_other_groups(rank, folder):
         text = refusal(call)
         assert "the DeviceMesh is of a process group that was destroyed" in text
         assert "make it, and what lies on it, anew" in text
+    for call in (lambda: piped(*batch), piped.weights, lambda: piped.load_state_dict({})):
+        text = refusal(call)
+        assert "the process group that this was made in was destroyed" in text
+        assert "make the pipeline anew" in text
     dist.barrier()
     dist.destroy_process_group()
+
+
+def forked_processes(rank, folder):
+    """What is forked from a rank has its connections: it took what the rank is sent, and others what it sent."""
+    kern, later = (_kernel({"x": 2}, {"A": {"x": 1}, "B": {"x": 0}, "C": {}}) for _ in range(2))
+    _join(folder, 0, rank, 2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    whole = distribute_tensor(torch.ones(M, K), mesh, [Shard(1)])
+    a, b = torch.ones(M, K // 2), torch.ones(K // 2, N)
+    texts = _in_a_fork(lambda: kern.local(a, b))  # before the ranks have met
+    assert kern.local(a, b).eq(K).all()
+    calls = lambda: kern.local(2 * a, b), lambda: later.local(a, b), lambda: mt.redistribute(whole, {})
+    texts += _in_a_fork(*calls, lambda: mt.resume({"x": 2})) if rank == 0 else []
+    dist.barrier()
+    for text in texts:
+        assert "this process was forked from one that is a rank" in text
+        assert "multiprocessing.get_context('spawn')" in text
+    assert len(texts) == (5, 1)[rank]
+    assert kern.local(a, b).eq(K).all()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _in_a_fork(*calls):
+    """What they are refused with in a forked process."""
+    receiver, sender = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(sender, "|".join(map(refusal, calls)).encode())
+        finally:
+            os._exit(0)
+    os.close(sender)
+    with open(receiver, "rb") as words:
+        text = words.read().decode()
+    os.waitpid(pid, 0)
+    return text.split("|")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +91,23 @@ def states(rank):
         texts.append(refusal(piped.weights))
     mt.resume(piped.topology)
     assert piped(*batch) == loss
+    return texts
+
+
+def backwards(rank):
+    """Gradients of gradients, on rank 1."""
+    mesh, x = init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), torch.randn(6, 8)
+    model = nn.Linear(8, 4)
+    given = dict(model.named_parameters())
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (x,))), mesh, {"input": {"x": 0}}, weights={})
+    weights, texts = list(given.values()), []
+    expected = torch.autograd.grad(model(x).square().sum(), weights)
+    for _ in range(2):
+        losses = [run(x, **given).square().sum() for _ in range(2)]
+        again = partial(torch.autograd.grad, losses[0], weights, create_graph=bool(rank))
+        texts.append(_on_one(rank, again, again))
+        mt.resume(mesh)
+        torch.testing.assert_close(torch.autograd.grad(losses[1], weights), expected)
     return texts
 
 

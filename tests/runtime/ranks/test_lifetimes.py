@@ -15,6 +15,7 @@ from .launcher import run
         (bodies.modules_across_groups, 2),
         (bodies.a_new_process, 3),
         (bodies.meshes_of_other_groups, 2),
+        (bodies.forked_processes, 2),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

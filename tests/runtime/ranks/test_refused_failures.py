@@ -26,6 +26,13 @@ def test_states_and_turns():
             assert _names_rank_1(text) == (rank == 0)
 
 
+def test_backwards():
+    for rank, texts in enumerate(run(bodies.backwards, 2)):
+        for text in texts:
+            assert "gradients of gradients (create_graph=True)" in text
+            assert _names_rank_1(text) == (rank == 0)
+
+
 def _names_rank_1(text):
     """Where ranks agree on what to run, they hear of a refusal there; else the one that waits finds out."""
     return "rank 1 refused the call: " in text or "rank 1 raised " in text
