@@ -85,13 +85,13 @@ def serve() -> None:
             return
         answer = _in_child(form, text)
         _write(answers, json.dumps([answer.problem, answer.text]).encode())
-        if answer.problem and form == "tvmscript":
+        if answer.problem:
             _read_symbols()
 
 
 @cache
 def _read_symbols() -> None:
-    """Fail to parse a text: TVM then reads the symbols of its libraries, for a second, which children share."""
+    """Fail to parse a text: TVM reads the symbols of its libraries to say why, for a second, and children share them."""
     with contextlib.suppress(Exception):
         look_through("tvmscript", "wrong")
 
