@@ -91,7 +91,7 @@ def serve() -> None:
 
 @cache
 def _read_symbols() -> None:
-    """Fail to parse a text: TVM reads the symbols of its libraries to say why, for a second, and children share them."""
+    """Fail to parse a text: to say why, TVM reads the symbols of its libraries, for a second; children share them."""
     with contextlib.suppress(Exception):
         look_through("tvmscript", "wrong")
 
