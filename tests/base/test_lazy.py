@@ -17,8 +17,22 @@ def stated_names():
     return ast.literal_eval(lists[0])
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+@pytest.fixture(scope="module")
+def fresh():
+    """Of a process of its own: what one name of the package imports; then, where everything is imported, which modules
+    hold tensors."""
+    code = (
+        "import pkgutil, importlib, sys, mesh_tensor\n"
+        "mesh_tensor.Mesh\n"
+        "print(*[name for name in sys.modules if name.startswith('mesh_tensor.')])\n"
+        "import torch\n"
+        "found = [name for _, name, _ in pkgutil.walk_packages(mesh_tensor.__path__, 'mesh_tensor.')]\n"
+        "for name in found: name.endswith('.worker') or importlib.import_module(name)\n"
+        "print(*[name for name in found\n"
+        "        if any(isinstance(held, torch.Tensor) for held in vars(sys.modules.get(name, torch.fft)).values())])\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return [line.split() for line in said.splitlines()]
 
 
 def test_every_public_name():
@@ -39,22 +53,11 @@ def test_an_unknown_name():
         mt.compil  # noqa: B018
 
 
-def test_nothing_is_imported_before_it_is_used():
-    loaded = run(
-        "import sys, mesh_tensor as mt; mt.Mesh;"
-        "print(*[name for name in sys.modules if name.startswith('mesh_tensor.')])"
-    )
-    assert not [name for name in loaded if not name.startswith("mesh_tensor.base")]
+def test_nothing_is_imported_before_it_is_used(fresh):
+    assert fresh[0]
+    assert not [name for name in fresh[0] if not name.startswith("mesh_tensor.base")]
 
 
-def test_no_module_makes_tensors_when_it_is_imported():
+def test_no_module_makes_tensors_when_it_is_imported(fresh):
     """What torch was told elsewhere at the time of first use would get into them."""
-    code = (
-        "import pkgutil, importlib, sys, mesh_tensor, torch\n"
-        "found = [name for _, name, _ in pkgutil.walk_packages(mesh_tensor.__path__, 'mesh_tensor.')]\n"
-        "for name in found: name.endswith('.worker') or importlib.import_module(name)\n"
-        "for name in found:\n"
-        "    for held in vars(sys.modules.get(name, torch.fft)).values():\n"
-        "        if isinstance(held, torch.Tensor): print(name)\n"
-    )
-    assert run(code) == []
+    assert fresh[1] == []

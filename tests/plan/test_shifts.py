@@ -101,6 +101,22 @@ def test_shifted(name, mesh):
         assert str(result.sharding) == layout
 
 
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("begin", "end", "step", "rows"), [(1, 25, 1, 6), (2, 26, 1, 8), (0, 25, 2, 1), (25, 1, -1, 6), (25, 1, -2, 4)]
+)
+def test_what_is_cut_out_is_taken_apart(begin, end, step, rows, mesh):
+    """A tile of the first of two dims reads as far as its elements together do; of the second, all."""
+    x = torch.randn(3, 26)
+    count = len(range(begin, end, step))
+    shape = (3, rows, count // rows)
+    apart = module(lambda emit, p: op.exp(emit(op.reshape(emit(cut(p, begin, end, step)), shape))), x)
+    expected = x[:, list(range(begin, end, step))].reshape(shape).exp()
+    for layout in (dict.fromkeys(mesh, 1), dict(zip(mesh, (2, 1), strict=False))):
+        run = mt.distribute_module(apart, mesh, {"gv": layout}, poison=True)
+        torch.testing.assert_close(torch.as_tensor(run(x)), expected)
+
+
 # what is made of the parts of 3, 9 and 2 columns, and that in torch
 UNEQUAL = {
     "each": (lambda emit, parts: [op.exp(part) for part in parts], lambda *parts: [part.exp() for part in parts]),
