@@ -23,6 +23,7 @@ from kernels.grouped_query import grouped_decode, grouped_key_gradient, split_de
 from kernels.indexer import index_scores
 from kernels.layer_norm import layer_norm
 from kernels.linear_attention import linear_attention, query_and_value_gradients, value_gradient
+from kernels.low_rank import low_rank
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
@@ -140,6 +141,16 @@ def _of_the_catalogue() -> Iterator[PlanCase]:
         rows="A0 C0",
         columns="B1 bias0 C1",
         K=("A1 B0", _PARTIAL, _SQUARE),
+    )
+    inner = "what the first product sums over K, before the second one"
+    yield _case(
+        "plain",
+        low_rank,
+        {"M": 32, "N": 4096, "K": 4096, "rank": 128, "block_M": 16},
+        rows="X0 Y0",
+        columns="B1 Y1",
+        rank=("A1 B0", _PARTIAL, 32 * 4096),
+        K=("X1 A0", inner, 32 * 128),
     )
     yield _case("plain", mlp_up, {"tokens": _BIG, "hidden": 4096, "model": 1024}, tokens="x0 h0", hidden="w11 h1")
     yield _case("plain", gemv, {"M": 4096, "K": 4096}, rows="A0 y0", K=("A1 x0", _PARTIAL, 4096))

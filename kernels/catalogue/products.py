@@ -10,6 +10,7 @@ import torch
 from kernels.convolution import convolution_2d, convolution_2d_reference
 from kernels.flash_attention import flash_attention, flash_attention_reference
 from kernels.gemv import gemv, gemv_reference, gevm
+from kernels.low_rank import low_rank, low_rank_reference
 from kernels.matmul import batched_matmul, matmul, matmul_reference, split_k_matmul, split_k_matmul_reference
 from kernels.matmul_bias_gelu import matmul_bias_gelu, matmul_bias_gelu_reference
 from kernels.mlp import mlp_down, mlp_gelu, mlp_gelu_reference, mlp_up, mlp_up_reference
@@ -176,4 +177,16 @@ CONVOLUTION_CASES = (
     _convolution("_float16", dtype=torch.float16, tolerance=FLOAT16),
 )
 
-PRODUCT_CASES = (*MATMUL_CASES, *MLP_CASES, *GEMV_CASES, *ATTENTION_CASES, *CONVOLUTION_CASES)
+LOW_RANK_CASES = (
+    KernelCase(
+        "low_rank",
+        partial(low_rank, rank=8, block_M=8, block_N=8),
+        low_rank_reference,
+        MNK,
+        tensors(normal("M K"), normal("K 8"), normal("8 N")),
+        ("Y",),
+        Tolerance(1e-4, 1e-4),
+    ),
+)
+
+PRODUCT_CASES = (*LOW_RANK_CASES, *MATMUL_CASES, *MLP_CASES, *GEMV_CASES, *ATTENTION_CASES, *CONVOLUTION_CASES)

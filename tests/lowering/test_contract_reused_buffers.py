@@ -146,3 +146,23 @@ def test_what_conditions_use_stays():
     assert "row dim 0 holds the whole dim in one place" in mt.sharding_rule(asked).factors["n"]
     a = torch.randn(ROWS, COLUMNS)
     torch.testing.assert_close(run(asked, {"x": 2}, {"A": {"x": 1}, "Y": {"x": 1}}, a), a + 2)
+
+
+def test_buffers_that_are_to_lie_in_some_way_stay():
+    def counted_in(layout):
+        @T.prim_func
+        def func(A: T.Tensor((ROWS, COLUMNS), "float32"), Y: T.Tensor((ROWS, COLUMNS), "float32")):
+            with T.Kernel(ROWS, threads=32) as bx:
+                row, total = T.alloc_shared((COLUMNS,), "float32"), T.alloc_fragment((1,), "float32")
+                if layout is not None:
+                    T.annotate_layout({row: layout})
+                T.fill(row, 1.0)
+                T.reduce_sum(row, total, dim=0)
+                T.copy(A[bx, 0], row)
+                for j in T.Parallel(COLUMNS):
+                    Y[bx, j] = row[j] + total[0]
+
+        return func
+
+    assert own(counted_in(None)) is not None
+    assert own(counted_in(T.Layout((COLUMNS,), lambda i: i))) is None

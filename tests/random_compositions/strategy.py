@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from tests.random_kernels.spec import Block, Case, Line, Param, render
 from tests.random_kernels.strategy import make_shardings
 
+from .at_rows import row_products, written_by_one
 from .blocks import Carried
+from .in_one_block import reused, rounds
 from .looked_up import looked_up
 from .orders import grid, walk
 from .reads import test, value
@@ -31,7 +33,7 @@ def make_scene(random: Random) -> Scene:
         scene.dims[name] = Dim(name, size, block)
     for _ in range(scene.pick((1, 1, 1, 2, 2, 3))):
         before = len(scene.made)
-        scene.pick((_states, _states, _states, _elements, _split, looked_up))(scene)
+        scene.pick(_GRIDS)(scene)
         for number in range(before, len(scene.made)):
             made = scene.made[number]
             scene.made[number] = Param(made.name, made.shape, made.dtype, "done", made.below, made.dims)
@@ -145,6 +147,18 @@ def _split(scene: Scene) -> None:
             headers.append(f"if {test(scene, over + 'k')}")
         with scene.block(*headers):
             scene.emit(f"T.atomic_{op}({name}[{scene.at(over)}], {text})")
+
+
+_GRIDS = (
+    *[_states] * 6,
+    *[_elements] * 2,
+    *[_split] * 2,
+    *[looked_up] * 2,
+    rounds,
+    reused,
+    written_by_one,
+    row_products,
+)
 
 
 def make_case(number: int) -> Case:

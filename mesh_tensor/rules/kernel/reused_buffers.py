@@ -31,9 +31,11 @@ def mixed_dims(coordinates: Coordinates, factor: Factor) -> Iterator[tuple[tirx.
 
 def with_own_buffers(kernel: Kernel, coordinates: Coordinates) -> tirx.PrimFunc | None:
     """The kernel with a buffer for each kind of use; None if there are no such buffers, or only such that are used
-    elsewhere than in stores and tile operations, too."""
+    elsewhere than in stores and tile operations, too, or of which the kernel says how they lie in memory."""
     mixed = dict.fromkeys(buffer for factor in coordinates.factors for buffer, _ in mixed_dims(coordinates, factor))
-    found = {buffer: own for buffer in mixed if (own := _own_buffers(kernel, coordinates, buffer))}
+    notes = [note for note in kernel.root.annotations.values() if hasattr(note, "items")]
+    plain = [buffer for buffer in mixed if not any(buffer.data in note for note in notes)]
+    found = {buffer: own for buffer in plain if (own := _own_buffers(kernel, coordinates, buffer))}
     if not found or left_views(kernel.func):
         return None
 
