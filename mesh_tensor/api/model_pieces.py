@@ -155,8 +155,10 @@ class ModelPieces:
 
     def over_rows(self, data: int, sequence: bool) -> dict[str, dict[str, int]]:
         """The same, where so many devices of the data axis split the batch by rows."""
-        rows = {DATA: 0} if data > 1 else {}
-        return self.shardings(sequence, rows) | {name: dict(rows) for name in self.inputs}
+        if data == 1:
+            return self.shardings(sequence)
+        made = self.shardings(sequence, {DATA: 0})
+        return made | {name: {**made.get(name, {}), DATA: 0} for name in self.inputs}
 
     def models(self, choice: Choice, batch: int) -> list[Model]:
         """The pieces on every mesh of a choice."""

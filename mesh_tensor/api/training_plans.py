@@ -192,7 +192,7 @@ class _Planned:
 def shardings_of(pieces: ModelPieces, choice: Choice) -> dict[str, dict[str, int]]:
     """The layouts of a choice: the batch and what is between layers by rows, weights as Megatron's, and with ZeRO-3
     over the data axis as well."""
-    made = pieces.over_rows(choice.data, choice.sequence)
+    made = dict.fromkeys(pieces.inputs, dict[str, int]()) | pieces.over_rows(choice.data, choice.sequence)
     if choice.zero == 3 and choice.data > 1:
         made = combine(made, layouts_over_data(pieces.weights, pieces.model_layouts, choice.data))
     if choice.model == 1:
