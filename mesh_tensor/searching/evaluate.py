@@ -63,7 +63,7 @@ class Evaluator:
         self._layers = small[0].layers if len(small) == 2 else 0
         self._few = [_Planned(fewer.module, function, machine) for fewer in small] if self._layers else []
         self._known: dict[tuple, Strategy | None] = {}
-        self.planned = self.refused = 0
+        self.planned = 0
 
     def strategy(self, mesh: Mesh, layouts: ParameterLayouts) -> Strategy | None:
         """The strategy with these layouts; None if it can't be planned."""
@@ -93,12 +93,9 @@ class Evaluator:
     def _evaluated(self, mesh: Mesh, named: NamedLayouts) -> Strategy | None:
         self.planned += 1
         if not self._few:
-            made = self._whole.strategy(mesh, named)
-        else:
-            two, three = (each.strategy(mesh, named) for each in self._few)
-            made = None if two is None or three is None else _deeper(two, three, self._layers - 2, named)
-        self.refused += made is None
-        return made
+            return self._whole.strategy(mesh, named)
+        two, three = (each.strategy(mesh, named) for each in self._few)
+        return None if two is None or three is None else _deeper(two, three, self._layers - 2, named)
 
 
 class _Planned:
