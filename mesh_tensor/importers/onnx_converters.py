@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tvm import ir, relax
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.aten import arguments_text
+
+from .onnx_conversions import SIMPLE, Conversion
 
 # What no result depends on: of how memory lies, of what is for training, or said by other options, too.
 _NO_EFFECT = {"tvm_custom", "storage_order", "seed", "is_test", "consumed_inputs"}
@@ -78,9 +80,8 @@ def _importer_class(onnx: Any, frontend: Any) -> Any:
         def _convert_operator(self, op_name: str, inputs: Any, attrs: dict[str, Any], opset: int) -> relax.Expr:
             options, operands = _Options(attrs), Operands(inputs)
             own = _CONVERSIONS.get(op_name)
-            if own is not None:
-                made = own(self.bb, operands, options)
-            else:
+            made = None if own is None else own(self.bb, operands, options)
+            if made is None:
                 made = super()._convert_operator(op_name, operands, options, opset)
             problems = [
                 f"option {name!r} is {_shown(value)}"
@@ -120,9 +121,6 @@ def _shown(value: Any) -> str:
     return repr(value.decode(errors="replace") if isinstance(value, bytes) else value)[:60]
 
 
-Conversion = Callable[[relax.BlockBuilder, Any, Mapping[str, Any]], relax.Expr]
-
-
 def _scatter_elements(builder: relax.BlockBuilder, operands: Any, options: Mapping[str, Any]) -> relax.Expr:
     """With its reduction, which TVM's importer leaves out."""
     reduction = options.get("reduction", b"none").decode()
@@ -151,4 +149,4 @@ def _grid_sample(builder: relax.BlockBuilder, operands: Any, options: Mapping[st
     return relax.op.call_pure_packed(f"aten.grid_sampler_{rank - 2}d.default", x, grid, text, sinfo_args=[info])
 
 
-_CONVERSIONS: dict[str, Conversion] = {"GridSample": _grid_sample, "ScatterElements": _scatter_elements}
+_CONVERSIONS: dict[str, Conversion] = {"GridSample": _grid_sample, "ScatterElements": _scatter_elements, **SIMPLE}

@@ -27,6 +27,7 @@ from .imported import ImportedModule, identifiers, refuse_differences
 from .onnx_converters import convert, opset_of
 from .onnx_nodes import Facts
 from .onnx_recurrent import CELLS
+from .onnx_reference import reference_results
 from .onnx_rewrites import REWRITES, rewritten
 from .onnx_sizes import check_sizes, fold, inferred, settle_names, sizes_of
 
@@ -252,7 +253,7 @@ def _check(module: ImportedModule, path: str | os.PathLike[str]) -> None:
     for sizes in _sizes([str(symbol) for symbol in signature.symbols]):
         tensors = {param.name: _random(param, sizes) for param in inputs}
         try:
-            expected = _reference(path, {names[name]: tensor.numpy() for name, tensor in tensors.items()})
+            expected = reference_results(path, {names[name]: tensor.numpy() for name, tensor in tensors.items()})
         except Exception as found:  # what the reference's functions happen to raise
             error = found
             continue
@@ -266,25 +267,6 @@ def _check(module: ImportedModule, path: str | os.PathLike[str]) -> None:
         why=f"{type(error).__name__}: {error}",
         fix="settle open sizes by `shapes`; `check=False` leaves this check out",
     )
-
-
-def _reference(path: str | os.PathLike[str], feeds: dict[str, np.ndarray]) -> list[torch.Tensor]:
-    onnx = importlib.import_module("onnx.reference")
-    ops = importlib.import_module("onnx.reference.ops.op_batch_normalization")
-
-    class BatchNormalization(importlib.import_module("onnx.reference.op_run").OpRun):  # type: ignore[misc]
-        """As for inference, with one result. The reference takes opsets before 14 for training."""
-
-        def _run(self, x, scale, bias, mean, var, epsilon=None, **options):  # type: ignore[no-untyped-def]
-            return (ops._batchnorm_test_mode(x, scale, bias, mean, var, epsilon or 1e-5),)
-
-    model = importlib.import_module("onnx").load(os.fspath(path))
-    old = any(not opset.domain and opset.version < 14 for opset in model.opset_import)
-    one = all(len(node.output) == 1 for node in model.graph.node if node.op_type == "BatchNormalization")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy's, of divisions by zero
-        evaluator = onnx.ReferenceEvaluator(os.fspath(path), new_ops=[BatchNormalization] if old and one else None)
-        return [torch.from_numpy(np.array(result)) for result in evaluator.run(None, feeds)]
 
 
 def _sizes(symbols: Sequence[str]) -> Iterator[dict[str, int]]:

@@ -117,9 +117,9 @@ def _pool(nodes: Nodes) -> bool:
 
 
 def _prelu(nodes: Nodes) -> bool:
-    """With a slope of several dims, as a choice."""
+    """With a slope of no dims, or of several, as a choice."""
     sizes = nodes.facts.sizes(nodes.operand(1))
-    if sizes is None or len(sizes) < 2:
+    if sizes is not None and len(sizes) == 1:
         return False
     x, slope = nodes.operand(0), nodes.operand(1)
     negative = nodes.emit("Less", [x, nodes.constant(0, nodes.facts.dtype(nodes.onnx, x))])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from tvm import relax, tirx
 
 from mesh_tensor.base.dtypes import NARROW
+from mesh_tensor.base.errors import refuse
 from mesh_tensor.targets.dtypes import dtype_name
 
 
@@ -52,6 +55,28 @@ def tensor_of(importer: Any, size: tirx.PrimExpr, dtype: str) -> relax.Expr:
     ends = relax.PrimValue(size), relax.PrimValue(size + 1), relax.PrimValue(tirx.IntImm("int64", 1))
     number = emit(importer, relax.op.reshape(emit(importer, relax.op.arange(*ends, "int64")), ()))
     return number if dtype == "int64" else emit(importer, relax.op.astype(number, dtype))
+
+
+COMPARISONS: dict[Any, Callable[..., relax.Expr]] = {
+    operator.eq: relax.op.equal,
+    operator.ge: relax.op.greater_equal,
+    operator.gt: relax.op.greater,
+    operator.le: relax.op.less_equal,
+    operator.lt: relax.op.less,
+    operator.ne: relax.op.not_equal,
+}
+
+
+def compared_sizes(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """Whether open sizes are as a node says, as a tensor. (TVM's importer takes what holds of the example.)"""
+    compare = COMPARISONS.get(node.target)
+    if compare is None:
+        refuse(f"{node.target} of comparisons of sizes", fix="compare two sizes at a time")
+    sides = [importer.env[side] if isinstance(side, torch.fx.Node) else side for side in node.args]
+    numbers = [
+        relax.const(side, "int64") if isinstance(side, int) else tensor_of(importer, side, "int64") for side in sides
+    ]
+    return emit(importer, compare(*numbers))
 
 
 def in_result_dtype(node: torch.fx.Node, importer: Any, operand: Any) -> relax.Expr:

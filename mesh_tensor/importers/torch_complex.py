@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -224,6 +225,22 @@ def any_operator(node: torch.fx.Node, importer: Any) -> Any:
     return [_pair_if(importer, field, each) for field, each in zip(fields, meant, strict=True)]
 
 
+def _split(node: torch.fx.Node, importer: Any) -> list[Pair]:
+    """Parts of the given sizes along a dim."""
+    _, sizes, dim = arguments(node, importer, 2, dim=0)
+    pair, ends = pair_of(importer, node.args[0]), [*accumulate(sizes)][:-1]
+    if not ends:
+        return [pair]
+    halves = [emit(importer, op.split(part, ends, dim)) for part in (pair.real, pair.imag)]
+    return [Pair(*(emit(importer, relax.TupleGetItem(half, n)) for half in halves)) for n in range(len(sizes))]
+
+
+def _field(node: torch.fx.Node, importer: Any) -> Any:
+    """One of several results."""
+    several, number = node.args
+    return importer.env[several][number]
+
+
 def _pair_if(importer: Any, made: relax.Expr, meant: torch.Tensor) -> Any:
     return Pair(*(_part(importer, made, part) for part in range(2))) if meant.is_complex() else made
 
@@ -291,6 +308,7 @@ COMPLEX: dict[str, Convert] = {
     "empty.memory_format": _filled,
     "full.default": _filled,
     "full_like.default": _filled,
+    "getitem": _field,
     "matmul.default": _matrix_product,
     "mm.default": _matrix_product,
     "mul.Tensor": _product,
@@ -299,6 +317,7 @@ COMPLEX: dict[str, Convert] = {
     "polar.default": _polar,
     "resolve_conj.default": _same,
     "scalar_tensor.default": _filled,
+    "split_with_sizes.default": _split,
     "sub.Tensor": _of_both(op.subtract),
     "view_as_complex.default": _view_as_complex,
     "view_as_real.default": _view_as_real,

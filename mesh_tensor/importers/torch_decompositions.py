@@ -10,20 +10,17 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch._higher_order_ops.scan import scan_op
-from torch._higher_order_ops.while_loop import while_loop_op
-from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from .torch_functions import FUNCTIONS, GRAPHS, INLINED, graph_of, is_constant, number_in, number_of, with_numbers
 from .torch_general import stays
 from .torch_pieces import OWN_DECOMPOSITIONS
 from .torch_program import ASSERTIONS
 
 _FAILED = object()
 _INSTANCE_NORM = torch.ops.aten.instance_norm.default
-LOOPS = (scan_op, while_loop_op)
 _ARITHMETIC = frozenset(function for function in vars(operator).values() if callable(function))
 _SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)
 Table = dict[Any, Callable[..., Any]]
@@ -56,8 +53,9 @@ def decomposed(
     if (made := _Decomposition(program, ops, kept, known).made()) is not None:
         return made
     program = program.run_decompositions(ops)
-    # What torch's own way leaves: loops, and operators that are made of others in two ways.
-    left = any(node.target in LOOPS or node.target in ops for node in program.graph.nodes)
+    # What torch's own way leaves: operators of graphs, and operators that are made of others in two ways.
+    others = (*GRAPHS, *FUNCTIONS, *INLINED)
+    left = any(node.target in others or node.target in ops for node in program.graph.nodes)
     return (_Decomposition(program, ops, kept, known).made() if left else None) or program
 
 
@@ -88,7 +86,7 @@ class _Decomposition:
     ) -> None:
         self._program, self._table, self._kept, self._names = program, table, kept, known
         self._known: dict[Hashable, torch.fx.Graph | None] = {}
-        self._graphs: dict[str, torch.fx.GraphModule] = {}  # of loops
+        self._graphs: dict[str, torch.fx.GraphModule] = {}  # of loops and branches
         self._sizes: dict[Any, torch.fx.Node] = {}  # by expression, what computes an open size in the new graph
 
     def made(self) -> DecomposedProgram | None:
@@ -117,7 +115,9 @@ class _Decomposition:
                 if made is _FAILED:
                     return _FAILED
                 place[node] = made
-            elif not isinstance(getattr(module, str(node.target), None), torch.fx.GraphModule):
+            elif (number := number_of(node)) is not None:
+                place[node] = number_in(graph, number)
+            elif graph_of(node) is None:
                 return _FAILED
         raise AssertionError("a graph without an output")
 
@@ -126,12 +126,19 @@ class _Decomposition:
     ) -> Any:
         """What a call gives, in the graph."""
         args: Any = node.args
-        if node.target is wrap_with_set_grad_enabled:  # what is a constant was said before
-            inner = getattr(module, str(args[1].target))
-            places = [node for node in inner.graph.nodes if node.op == "placeholder"]
-            return self._copy(inner, graph, {p: place.get(arg, arg) for p, arg in zip(places, args[2:], strict=True)})
-        if node.target in LOOPS:
-            return self._looped(module, node, graph, place)
+        if node.target in INLINED:
+            name, operands = INLINED[node.target](args)
+            inner = getattr(module, str(name.target))
+            places = inner.graph.find_nodes(op="placeholder")
+            return self._copy(inner, graph, {p: place.get(arg, arg) for p, arg in zip(places, operands, strict=True)})
+        if node.target in FUNCTIONS:
+            inner = self._taken_apart(node)
+            if inner is not None:
+                return self._inlined(graph, inner, node, place)
+        if node.target in GRAPHS:
+            return self._with_graphs(module, node, graph, place)
+        if is_constant(node):
+            return place[args[0]]
         if not self._is_plain(node):
             return _FAILED
         if node.target is operator.getitem and isinstance(place[args[0]], (tuple, list)):
@@ -146,11 +153,11 @@ class _Decomposition:
             return _FAILED
         return self._copied(graph, node, place)
 
-    def _looped(
+    def _with_graphs(
         self, module: torch.fx.GraphModule, node: torch.fx.Node, graph: torch.fx.Graph, place: dict[Any, Any]
     ) -> Any:
-        """A loop, its graphs taken apart."""
-        graphs = [arg for arg in node.args if isinstance(arg, torch.fx.Node)]
+        """A loop, or a choice of branches, its graphs taken apart."""
+        graphs = [arg for arg in node.args if isinstance(arg, torch.fx.Node) and graph_of(arg) is not None]
         for one in graphs:
             inner, made = getattr(module, str(one.target)), torch.fx.Graph()
             sizes, self._sizes = self._sizes, {}
@@ -160,7 +167,7 @@ class _Decomposition:
                 return _FAILED
             made.output(result)
             made.eliminate_dead_code()
-            name = f"loop_graph_{len(self._graphs)}"
+            name = f"graph_{len(self._graphs)}"
             self._graphs[name] = torch.fx.GraphModule(self._graphs, made)
             place[one] = graph.get_attr(name)
         return graph.node_copy(node, lambda old: place[old])
@@ -204,6 +211,7 @@ class _Decomposition:
     def _taken_apart(self, node: torch.fx.Node) -> torch.fx.Graph | None:
         """The operators that one is made of, or None; of alike ones found once."""
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        leaves = [(graph_of(leaf) or leaf) if isinstance(leaf, torch.fx.Node) else leaf for leaf in leaves]
         types = tuple(
             _type(leaf.meta["val"]) if isinstance(leaf, torch.fx.Node) else (type(leaf), leaf) for leaf in leaves
         )
@@ -225,12 +233,19 @@ class _Decomposition:
             )
             return target(*args, **kwargs)
 
-        target: Any = OWN_DECOMPOSITIONS.get(node.target, node.target)
+        target: Any = node.target
+        target = FUNCTIONS.get(target) or OWN_DECOMPOSITIONS.get(target, target)
         table = self._table
         if node.target not in table and node.target in decomposition_table:
             table = {**table, node.target: decomposition_table[node.target]}
         with torch.no_grad(), modes.pop():
-            graph = make_fx(call, decomposition_table=table)(*operands).graph
+            try:
+                traced = make_fx(call, decomposition_table=table)(*operands)
+            except Exception:  # what torch.vmap has no rule for, of what may be taken otherwise
+                if node.target not in FUNCTIONS:
+                    raise
+                return None
+        graph = with_numbers(traced)
         graph.eliminate_dead_code()
         calls = [inner for inner in graph.nodes if inner.op not in ("placeholder", "output")]
         fine = all(self._is_plain(inner) and self._is_known(inner) for inner in calls)
@@ -243,9 +258,8 @@ class _Decomposition:
 
     def _inlined(self, graph: torch.fx.Graph, inner: torch.fx.Graph, node: torch.fx.Node, place: dict[Any, Any]) -> Any:
         """What the operators that a node is made of give, in the graph."""
-        operands = iter(
-            [place[leaf] for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.fx.Node)]
-        )
+        leaves = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.fx.Node)]
+        operands = iter([place[leaf] for leaf in leaves if graph_of(leaf) is None])
         mine: dict[Any, Any] = {}
         for step in inner.nodes:
             if step.op == "placeholder":

@@ -22,6 +22,7 @@ from .torch_numbers import Convert, clamp, divide_rounded, of_tvm
 from .torch_sizes import Known, in_tir, sizes_of
 
 _NUMBERS = (bool, int, float, str, type(None))
+_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _WHERE = ("device", "layout", "memory_format", "pin_memory")  # arguments that say where results lie, not what they are
 # Operators of one tensor's elements that are not what they are made of: near 0, far from it, or in their gradients.
 WITH_GRADIENTS = (
@@ -134,6 +135,8 @@ def _stated(value: Any, tensors: list[torch.fx.Node]) -> Any:
     if isinstance(value, Mapping):
         return {key: _stated(item, tensors) for key, item in value.items()}
     if isinstance(value, torch.dtype):
+        if value in _QUANTIZED:
+            refuse(f"a tensor of {value}", fix="keep whole numbers and their scales as tensors of their own")
         return {"dtype": dtype_name(value)}
     if not isinstance(value, _NUMBERS):
         refuse(f"the argument {shown(value)} has no form that can be saved")

@@ -17,12 +17,12 @@ from mesh_tensor.base.recent import uncollected
 from mesh_tensor.targets.dtypes import dtype_name
 
 from .imported import ImportedModule
-from .torch_args import emit, with_constants, with_sizes_as_tensors
+from .torch_args import COMPARISONS, compared_sizes, emit, with_constants, with_sizes_as_tensors
 from .torch_backward import forget_saved
 from .torch_collectives import COLLECTIVES, NAMESPACE
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex, stays_complex
-from .torch_decompositions import LOOPS as LOOP_OPERATORS
 from .torch_decompositions import decomposed
+from .torch_functions import GRAPHS
 from .torch_general import any_operator, stays
 from .torch_inputs import refuse_one_for_another, with_plain_inputs, with_size_conditions
 from .torch_loops import LOOPS, graphs_within
@@ -39,6 +39,7 @@ from .torch_program import (
     written_buffers,
 )
 from .torch_sizes import in_tir, sizes_of, symbols_of
+from .torch_ways_out import FIX, NAMESPACES, namespace, ways_out
 
 
 @uncollected
@@ -58,7 +59,7 @@ def import_torch(
         try:
             program = decomposed(with_constants(with_plain_inputs(program)), KEPT, importer.convert_map)
         except Exception as error:  # torch's own, of what it can't take apart
-            refuse("torch can't take the program apart into operators", why=str(error), fix=_FIX)
+            refuse("torch can't take the program apart into operators", why=str(error), fix=FIX)
     check_program(program)
     drop_assertions(program)
     forget_saved(program)
@@ -107,21 +108,24 @@ class _Importer(ExportedProgramImporter):
             for name, convert in {**CONVERTERS, **LOOPS, **COLLECTIVES}.items()
         }
         self.conversions_of_tvm = super().create_convert_map()
-        every = {**dict.fromkeys(COMPLEX, _refused), **self.conversions_of_tvm, **own}
+        refused = (*COMPLEX, *(compare.__name__ for compare in COMPARISONS))  # but of complex numbers, and of sizes
+        every = {**dict.fromkeys(refused, _refused), **self.conversions_of_tvm, **own}
         return {name: self._checked(convert, name in WITH_NUMBERS) for name, convert in every.items()}
 
     def _checked(self, convert: Callable[[torch.fx.Node], Any], with_numbers: bool) -> Callable[[torch.fx.Node], Any]:
         def converted(node: torch.fx.Node) -> Any:
             nothing = _without_elements(node)
             try:
-                if is_complex(node):
+                if isinstance(node.meta.get("val"), torch.SymBool):
+                    value = compared_sizes(node, self)
+                elif is_complex(node):
                     value = of_complex(node, self, convert)
                 else:
                     value = with_sizes_as_tensors(node, self, convert) if with_numbers else convert(node)
                 differs = _difference(node, value)
             except Exception as error:  # TVM's importer raises what it happens to meet
                 if nothing is None and (isinstance(error, MeshTensorError) or not stays(node)):
-                    refuse(f"{_op(node)} can't be imported: {error}", where=_where(node), fix=_FIX)
+                    refuse(f"{_op(node)} can't be imported: {error}", where=_where(node), fix=FIX)
                 differs = "in that TVM's importer can't take it"
             if differs and nothing is not None:
                 self.left_over = True
@@ -132,7 +136,7 @@ class _Importer(ExportedProgramImporter):
             if not differs:
                 value = self._with_known_sizes(node, value)
             if differs:
-                refuse(differs, where=_where(node), why="TVM's importer reads this operator differently", fix=_FIX)
+                refuse(differs, where=_where(node), why="TVM's importer reads this operator differently", fix=FIX)
             return value
 
         return converted
@@ -180,8 +184,8 @@ class _Importer(ExportedProgramImporter):
     def _is_known(self, node: torch.fx.Node) -> bool:
         """Operators are known by name; others' that are called as one of torch's are not meant."""
         if _name(node) in COLLECTIVES:
-            return _namespace(node) == NAMESPACE and bool(self.groups)
-        return _namespace(node) in _NAMESPACES or node.target in LOOP_OPERATORS
+            return namespace(node) == NAMESPACE and bool(self.groups)
+        return namespace(node) in NAMESPACES or node.target in GRAPHS
 
     def _check_unsupported_func_type(self, nodes: list[torch.fx.Node]) -> None:
         """Refuse operators without a conversion, all of them."""
@@ -202,28 +206,11 @@ class _Importer(ExportedProgramImporter):
                 why="sizes, and numbers that are read out of tensors (.item(), .tolist()), have to be known ahead",
                 fix="use torch.where instead of indexing by masks, and tensors instead of numbers",
             )
+        unknown = [node for node in unknown if node not in random]
         problems = [f"{_op(node)} is not known ({_where(node)})" for node in unknown]
         problems += [f"{_op(node)} is random ({_where(node)})" for node in random]
         if problems:
-            keys = [_name(node) if _name(node) in _WAYS_OUT else _namespace(node) for node in unknown]
-            ways_out = list(dict.fromkeys(_WAYS_OUT[key] for key in keys if key in _WAYS_OUT))
-            fix = "; ".join(ways_out) or _FIX
-            refuse(list(dict.fromkeys(problems)), where="the exported program", fix=fix)
-
-
-_NAMESPACES = ("aten", "prims", "transformers", "mesh_tensor_import")
-# Control flow that is no part of a graph, and by namespace what one device of several does.
-_WAYS_OUT = {
-    "cond": "compute both branches and take one of their results by torch.where, or decide in Python before the export",
-    "scan": "give scan a body of operators that write nothing",
-    # an exported program knows groups by number, and one device's sizes
-    "_c10d_functional": "export the model of whole tensors, without collectives, and state how tensors lie: the"
-    " collectives follow; or say which axes groups are, by mt.from_torch_rank, which takes all_reduce,"
-    " all_gather_into_tensor, reduce_scatter_tensor and all_to_all_single; or write them by hand with"
-    " mt.manual_computation and mt.comm",
-    "while_loop": "give while_loop a condition and a body of operators that write nothing, on tensors",
-}
-_FIX = "write this part of the model with other operators, or export it in eval mode if it is for training only"
+            refuse(list(dict.fromkeys(problems)), where="the exported program", fix=ways_out(unknown, random))
 
 
 def _without_elements(node: torch.fx.Node) -> tuple[list[int], str] | None:
@@ -274,10 +261,6 @@ def _name(node: torch.fx.Node) -> str:
 
 def _refused(node: torch.fx.Node) -> None:
     refuse(f"{_op(node)} of floats")
-
-
-def _namespace(node: torch.fx.Node) -> str:
-    return getattr(node.target, "namespace", "aten")
 
 
 def _op(node: torch.fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""torch's loops as Relax has them: functions that end by calling themselves."""
+"""torch's loops as Relax has them: functions that end by calling themselves; and its choices of branches."""
 
 from __future__ import annotations
 
@@ -20,10 +20,19 @@ Exprs = list[relax.Expr]
 def scan(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The last state, and what steps give besides, stacked. The function's parameters: the count, states, what the rows
     are put into, what rows are taken of, and what all steps have."""
-    body, first, elements, more = [_values(importer, arg) for arg in node.args]
+    return _scanned(node, importer, *[_values(importer, arg) for arg in node.args])
+
+
+def mapped(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """What a graph makes of every row, stacked: a scan without states."""
+    body, elements, more = [_values(importer, arg) for arg in node.args]
+    return _scanned(node, importer, body, [], elements, more)
+
+
+def _scanned(node: torch.fx.Node, importer: Any, body: Any, first: Exprs, elements: Exprs, more: Exprs) -> relax.Expr:
     steps = elements[0].struct_info.shape[0] if elements else None
     if node.kwargs or steps is None:
-        refuse("a scan without rows", fix="give scan something to take rows of")
+        refuse(f"a {node.target} without rows", fix="give it something to take rows of")
     (output,) = body.graph.find_nodes(op="output")
     rows = [row.meta["val"] if isinstance(row, torch.fx.Node) else None for row in output.args[0][len(first) :]]
     made = {number: row for number, row in enumerate(rows) if row is not None}
@@ -72,7 +81,33 @@ def while_loop(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return tuple(emit(importer, relax.TupleGetItem(call, number)) for number in range(len(first)))  # type: ignore
 
 
-LOOPS: dict[str, Callable[[torch.fx.Node, Any], relax.Expr]] = {"scan": scan, "while_loop": while_loop}
+def cond(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """What one of two graphs gives: both are computed, and one is taken. Gradients go through that one alone: what the
+    other one is given counts as a constant, so that an infinite derivative there is not met."""
+    holds, then, other, given = [_values(importer, arg) for arg in node.args]
+    holds = emit(importer, relax.op.reshape(holds, ()))
+    fails = emit(importer, relax.op.logical_not(holds))
+
+    def taken(graph: Any, not_taken: relax.Expr) -> Exprs:
+        return _translated(importer, graph, [_constant_if(importer, not_taken, value) for value in given])
+
+    pairs = zip(taken(then, fails), taken(other, holds), strict=True)
+    return tuple(emit(importer, relax.op.where(holds, a, b)) for a, b in pairs)  # type: ignore[return-value]
+
+
+def _constant_if(importer: Any, condition: relax.Expr, value: Any) -> Any:
+    """The same value, which has no gradient where the condition holds."""
+    if not isinstance(value, relax.Expr) or "float" not in value.struct_info.dtype:
+        return value
+    return emit(importer, relax.op.where(condition, emit(importer, relax.op.grad.no_grad(value)), value))
+
+
+LOOPS: dict[str, Callable[[torch.fx.Node, Any], relax.Expr]] = {
+    "cond": cond,
+    "map_impl": mapped,
+    "scan": scan,
+    "while_loop": while_loop,
+}
 
 
 def graphs_within(nodes: Sequence[torch.fx.Node]) -> Iterator[torch.fx.Node]:

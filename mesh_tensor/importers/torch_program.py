@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from tilelang.language import dtypes
+from torch._higher_order_ops.effects import with_effects
 from torch.export.graph_signature import (
     ConstantArgument,
     InputKind,
@@ -58,6 +59,8 @@ def written_buffers(program: torch.export.ExportedProgram) -> list[Written]:
 def check_program(program: torch.export.ExportedProgram) -> None:
     """Refuse what is neither a tensor nor a constant, and writes to anything but buffers; all that is found."""
     specs = program.graph_signature
+    if effects := _effects(program):
+        refuse(effects, where="the exported program", fix="leave out what prints, or keeps objects")
     problems = [*map(_wrong_result, specs.output_specs), *map(_wrong_input, specs.input_specs)]
     problems += [*_complex_ends(program), *_closed_sizes(program)]
     targets = {spec.target for spec in specs.input_specs}
@@ -120,6 +123,12 @@ def _is_narrowed(node: torch.fx.Node) -> bool:
     taken = [operand.meta.get("val") for operand in node.all_input_nodes]
     floats = {value.dtype for value in taken if isinstance(value, torch.Tensor) and value.is_floating_point()}
     return floats == {torch.float32} and node.meta["val"].dtype in (torch.float16, torch.bfloat16)
+
+
+def _effects(program: torch.export.ExportedProgram) -> list[str]:
+    """What operators do besides giving results."""
+    found = [node.args[1] for node in operators(program) if node.target is with_effects]
+    return [f"{getattr(op, '__name__', op)} has effects besides its results" for op in dict.fromkeys(found)]
 
 
 def _wrong_input(spec: InputSpec) -> str:

@@ -227,8 +227,8 @@ class _Swaps:
 
 
 def without_fixed_rows(graph: Graph) -> Graph:
-    """The graph in which such a value is made under the name of the choice, and conditions that nothing else takes are
-    not made."""
+    """The graph in which such a value is made under the name of the choice, or taken in its place, and conditions that
+    nothing else takes are not made."""
     choices = [node for node in graph.nodes if node.call.name == "where"]
     if not choices:
         return graph
@@ -247,9 +247,33 @@ def without_fixed_rows(graph: Graph) -> Graph:
         if users[maker.outputs[0]] == {constant, choice} and kept.isdisjoint({*maker.outputs, *constant.outputs}):
             made[maker] = replace(maker, outputs=choice.outputs)
             gone |= {choice, constant}
+    same = _chosen(choices, makers, kept | {value for node in gone for value in node.outputs})
+    gone |= {makers[value] for value in same}
     for choice in [node for node in choices if node in gone]:
         gone.update(_alone(choice.inputs[0], makers, users, kept, gone))
-    return replace(graph, nodes=[made.get(node, node) for node in graph.nodes if node not in gone]) if made else graph
+        if users[choice.inputs[1]] <= gone and choice.inputs[1] not in kept:
+            gone.add(makers[choice.inputs[1]])
+    if not gone:
+        return graph
+    nodes = [made.get(node, node) for node in graph.nodes if node not in gone]
+    return replace(graph, nodes=[_with(node, same) for node in nodes])
+
+
+def _chosen(choices: list[Node], makers: dict[Value, Node], kept: set[Value]) -> dict[Value, Value]:
+    """Of what is chosen from a value and itself, that value: as branches take what they are given."""
+    same: dict[Value, Value] = {}
+    for choice in choices:
+        constant, (made,), value = makers.get(choice.inputs[1]), choice.outputs, choice.inputs[-1]
+        is_same = constant is not None and constant.call.name == "grad.no_grad" and constant.inputs == (value,)
+        if is_same and made not in kept and made.type == value.type:
+            same[made] = same.get(value, value)
+    return same
+
+
+def _with(node: Node, same: dict[Value, Value]) -> Node:
+    if same.keys().isdisjoint(node.inputs):
+        return node
+    return replace(node, inputs=tuple([same.get(value, value) for value in node.inputs]))
 
 
 def _is_itself(choice: Node, constant: Node, maker: Node) -> bool:

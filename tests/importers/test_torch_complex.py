@@ -37,6 +37,7 @@ def test_buffers():
         lambda x: torch.fft.irfft(torch.fft.rfft(x, norm="ortho") * 2, n=8, norm="ortho"),
         lambda x: torch.view_as_real(torch.polar(x.abs(), x)[:, 1:3].transpose(0, 1)),
         lambda x: torch.view_as_real(x + 2j + torch.complex(x[0], x[1])),
+        lambda x: [part.abs() for part in torch.polar(x.abs(), x).split([1, 5, 2], dim=-1)],
     ],
 )
 def test_transforms_and_moves(function):

@@ -1,9 +1,9 @@
-"""torch's scan and while_loop: loops that are planned once. Gradients unroll them; other control flow is refused."""
+"""torch's scan, while_loop and map: loops that are planned once. Gradients unroll them."""
 
 import pytest
 import torch
 from torch import nn
-from torch._higher_order_ops.cond import cond
+from torch._higher_order_ops.map import map as mapped
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional as F
@@ -196,20 +196,26 @@ def test_open_sizes():
         assert [step.count for step in run.program.loops] == ([steps] if steps > 1 else [])
 
 
-def branched(scan, w, x):
-    return cond(x.sum() > 0, lambda y: y @ w, lambda y: y + 1, (x,))
+def uniform(scan, w, x):
+    """What torch.vmap can record is computed for all rows at once."""
+    return mapped(lambda row, m: torch.sin(row @ m).softmax(-1), x, w)
 
 
-REFUSED = {
-    "cond": (
-        branched,
-        r"operator cond is not known \(value 'cond'\)[\s\S]*fix: compute both branches and .* torch.where",
-    ),
-}
+def counted(scan, w, x):
+    """A loop within has no rule in torch.vmap: row by row."""
+
+    def rounds(row, m):
+        return while_loop(lambda n, y: n < 3, lambda n, y: (n + 1, torch.tanh(y @ m)), (torch.tensor(0), row))[1]
+
+    return mapped(rounds, x, w)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_control_flow_is_refused(name):
-    function, message = REFUSED[name]
-    with pytest.raises(mt.MeshTensorError, match=message):
-        mt.from_torch(exported(function)[2])
+@pytest.mark.parametrize(("function", "loops"), [(uniform, 0), (counted, 1)])
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 3}])
+def test_map(function, loops, mesh):
+    model, x, program = exported(function)
+    expected = tensors(program.module()(x))
+    for shardings in ({"x": {"x": 0}}, {"x": {"x": 1}, "weight": {"x": 0}}):
+        run = mt.distribute_module(mt.from_torch(program), mesh, shardings, poison=True)
+        torch.testing.assert_close(tensors(run(x)), expected)
+        assert len(run.program.loops) == loops

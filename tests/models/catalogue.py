@@ -13,12 +13,13 @@ def architectures() -> list[Architecture]:
     """Those of the libraries that are installed (the extra `models`)."""
     declare_torchvision()
     from .diffusers_models import DIFFUSERS
+    from .diffusers_newer import DIFFUSERS_NEWER
     from .timm_models import TIMM
     from .torchvision_models import TORCHVISION
     from .transformers_models import TRANSFORMERS
     from .transformers_newer import NEWER
 
-    return [*TRANSFORMERS, *NEWER, *TIMM, *TORCHVISION, *DIFFUSERS]
+    return [*TRANSFORMERS, *NEWER, *TIMM, *TORCHVISION, *DIFFUSERS, *DIFFUSERS_NEWER]
 
 
 def declare_torchvision() -> None:

@@ -30,11 +30,18 @@ _MODELS = {
     "deeplabv3_mobilenet_v3_large": (3, 64, 64),
     "lraspp_mobilenet_v3_large": (3, 64, 64),
     "raft_small": (3, 128, 128),
+    "densenet121": (3, 64, 64),
+    "efficientnet_b0": (3, 64, 64),
+    "inception_v3": (3, 96, 96),
+    "mc3_18": (3, 4, 32, 32),
+    "mobilenet_v2": (3, 64, 64),
 }
 
 
 def _made(name: str, shape: tuple[int, ...]) -> Made:
     options = {"image_size": shape[-1]} if name.startswith("vit") else {}
+    if name == "inception_v3":
+        options = {"init_weights": True}
     if name == "googlenet":
         options = {"init_weights": True, "aux_logits": False}
     if name.startswith(("fcn", "deeplab", "lraspp")):

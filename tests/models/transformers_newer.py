@@ -35,6 +35,13 @@ _DECODERS: dict[str, dict[str, Any]] = {
         "layers_block_type": ["mamba", "hybrid"],
     },
 }
+# Without options of their own.
+_PLAIN = (
+    "bailing_hybrid", "beam", "bert-generation", "blenderbot-small", "cohere2_moe", "cpmant",
+    "cwm", "deepseek_v4", "flint", "gpt-sw3", "granite_swa", "granitemoe_swa",
+    "hy_v3", "hy_v4", "hyperclovax", "inkling2_text", "inkling_text", "iquestcoder",
+    "kolibri1", "lfm3",
+)  # fmt: skip
 _ENCODERS: dict[str, dict[str, Any]] = {"reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]}}
 _IMAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "aimv2_vision_model": (32, IMAGE),
@@ -70,6 +77,7 @@ def _deformable_detr() -> Made:
 
 NEWER = [
     *(Architecture("transformers", name, partial(decoder, name, what)) for name, what in _DECODERS.items()),
+    *(Architecture("transformers", name, partial(decoder, name, {})) for name in _PLAIN),
     *(Architecture("transformers", name, partial(encoder, name, what)) for name, what in _ENCODERS.items()),
     *(Architecture("transformers", name, partial(image, name, *what)) for name, what in _IMAGES.items()),
     *(Architecture("transformers", name, partial(wave, name)) for name in ("sew", "sew-d")),
