@@ -11,7 +11,7 @@ the tensor itself.
 
 So a weight that is split by rows arrives as it was sent, is never copied transposed, and may be on its way as soon as
 it is there; products take the transpose with them (`program.fuse`). What is needed again at once, as the last layer's
-weight is by its gradient, is not gathered again.
+weight is by its gradient, is not gathered again, and what devices had whole a moment ago isn't either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mesh_tensor.rules.operator.shifts import joined_parts
 
 from .atoms import Atoms
 from .explicit import Change, ExplicitGraph, ExplicitStep, Form, Run
-from .ir import Graph, Node, Value, leaves
+from .ir import Graph, Node, Scopes, Value, leaves
 from .propagate import Layouts
 
 
@@ -181,11 +181,19 @@ class _Swaps:
             for step in made.steps
             if step.node is not None and step.node.call.name == "permute_dims"
         }
-        self._known: dict[tuple[Form, Sharding], tuple[int, Form]] = {}  # when it was gathered, and as what
+        # By value, layout, dtype and scopes: when it was made so, and as what.
+        self._known: dict[tuple[Value, Sharding, str, Scopes], tuple[int, Form]] = {}
         self._products = 0
         forms = [form for step in made.steps for form in step.outputs]
         self._names = {f.name for f in (*made.params, *made.constants, *forms)} | {v.name for v in made.graph.values()}
-        self.steps = [new for step in made.steps for new in self._swapped(step)]
+        self.steps = [new for step in made.steps for new in self._noted(step)]
+
+    def _noted(self, step: ExplicitStep) -> Iterator[ExplicitStep]:
+        """What the step becomes, of which the results are known from there on."""
+        for new in self._swapped(step):
+            yield new
+            for form in new.outputs:
+                self._known[form.value, form.sharding, form.dtype, new.scopes] = self._products, form
 
     def _swapped(self, step: ExplicitStep) -> Iterator[ExplicitStep]:
         """The step, or the gather of what was transposed, then the transposes."""
@@ -199,12 +207,11 @@ class _Swaps:
         sharding = source.sharding
         for axis in step.move.axes:
             sharding = sharding.with_replicate(axis)
-        at, whole = self._known.get((source, sharding), (0, None))
+        at, whole = self._known.get((source.value, sharding, source.dtype, step.scopes), (0, None))
         if whole is None or self._products - at > _AGAIN:
             whole = Form(self._name(source), source.value, sharding, source.dtype)
             move = replace(step.move, after=sharding, src_dim=dim)
-            yield from self._swapped(Change(source, whole, step.scopes, move, step.reason))
-            self._known[source, sharding] = self._products, whole
+            yield from self._noted(Change(source, whole, step.scopes, move, step.reason))
         run = self._transposes[step.src]
         split = {axis: factor for axis, factor in run.split.items() if axis not in step.move.axes}
         yield Run(run.node, (whole,), (step.dst,), split)
