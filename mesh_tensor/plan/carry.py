@@ -98,7 +98,7 @@ def _with_whole_terms(
     waiting = [value for value in node.inputs if value in pending]
     if len(waiting) != 1 or not _adds(node, atoms.rules[node]) or not _shrinks(node.outputs[0], atoms, uses):
         return None
-    (left,) = [pending[value] for value in waiting]
+    left = pending[waiting[0]]
     if left.owner is not None or any(op != "sum" or axis in decision.split for axis, op in left.parts):
         return None
     needed = list(decision.needed)
@@ -111,8 +111,8 @@ def _with_whole_terms(
 def _shrinks(value: Value, atoms: Atoms, uses: Mapping[Value, list[tuple[Node, int]]]) -> bool:
     """Whether something smaller is made of the value alone, by nodes that are linear in it."""
     size = value.type.elements
-    while len(users := uses.get(value, ())) == 1:
-        ((node, position),) = users
+    while len(users := uses.get(value, [])) == 1:
+        node, position = users[0]
         rule = atoms.rules[node].rule
         if len(node.outputs) != 1 or not (
             frozenset({position}) in rule.linear or (rule.moves and len(node.inputs) == 1)
