@@ -158,6 +158,33 @@ class Experts(nn.Module):
         return torch.einsum("gtec,egcd->gtd", send * scores[..., None, None], out)
 
 
+class SortedExperts(nn.Module):
+    """Two experts per token, whose rows are sorted by expert, as transformers has them: multiplied in groups, or, with
+    biases, by matrices that are looked up."""
+
+    def __init__(self, width: int, hidden: int, experts: int, grouped: bool) -> None:
+        super().__init__()
+        self.grouped, self.experts = grouped, experts
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, width, hidden))
+        self.down = nn.Parameter(torch.randn(experts, hidden, width))
+        self.bias = None if grouped else nn.Parameter(torch.randn(experts, width))
+        self.to(torch.bfloat16 if grouped else torch.float32)  # as torch multiplies groups
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, width) -> the same."""
+        scores, chosen = self.router(x).softmax(-1).topk(2, -1)
+        ids, order = chosen.reshape(-1).sort()
+        ends = torch.histc(ids.float(), self.experts, 0, self.experts - 1).cumsum(0, dtype=torch.int32)
+
+        def product(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            return torch._grouped_mm(rows, table, offs=ends) if self.grouped else (rows[:, None] @ table[ids])[:, 0]
+
+        out = product(F.silu(product(x[order // 2], self.up)), self.down)
+        out = (out if self.bias is None else out + self.bias[ids]) * scores.reshape(-1)[order].unsqueeze(-1)
+        return out[order.argsort()].reshape(-1, 2, x.shape[-1]).sum(1)
+
+
 def relax_function(build: Callable[..., relax.Expr], **shapes: tuple[Any, ...]) -> ir.IRModule:
     """A module whose `main` takes tensors of these shapes (the last item may be a dtype), and what `build` makes."""
     variables = []
@@ -186,6 +213,7 @@ def cases() -> list[Case]:
         *at_the_boundary(),
         *around_places(),
         *into_places(),
+        *statistics(),
     ]
 
 
@@ -252,6 +280,13 @@ def _masked(emit: Any, x: relax.Expr, mask: relax.Expr) -> relax.Expr:
     columns = emit(relax.op.reshape(emit(relax.op.arange(positions, dtype="int64")), (1, 1, 1, positions)))
     allowed = emit(relax.op.index_tensor(mask, (rows, columns)))
     return emit(relax.op.where(allowed, x, relax.const(-1e9, "float32")))
+
+
+def statistics() -> list[Case]:
+    """Numbers of rows whose columns are split."""
+    build = partial(relax_function, lambda emit, x: emit(relax.op.variance(x, 1)), x=(512, 16384))
+    hand = Hand(2 * reduced(512, 4), 2, "means of the parts are summed, then squares of what is apart from them")
+    return [Case("variance of rows", "columns", build, {"d": 4}, {"x": {"d": 1}}, hand)]
 
 
 def data_parallel() -> list[Case]:
@@ -392,6 +427,8 @@ def experts() -> list[Case]:
     weighed = Hand(
         exchanged.bytes + scores * (parts - 1) // parts**2, 3, f"{exchanged.why}; scores go to their experts"
     )
+    rows, halves = torch.randn(groups * tokens, width), {"up": {"d": 2}, "down": {"d": 1}}
+    grouped, biased = (partial(SortedExperts, width, hidden, count, groups) for groups in (True, False))
     few = torch.randn(groups, 4, width)
     few_exchanged = Hand(2 * gathered(few.numel(), parts), 3, f"{exchanged.why}; their choices, too")
     return [
@@ -403,6 +440,22 @@ def experts() -> list[Case]:
         Case("experts, all by stacked weights", "DP x EP", build("stacked"), {"d": parts}, both, weighed),
         Case("experts, looked up", "EP", build("gathered"), {"d": parts}, weights, summed),
         Case("experts, looked up", "DP x EP", build("gathered"), {"d": parts}, both, tables),
+        Case(
+            "experts, rows sorted into groups",
+            "DP",
+            partial(from_model, grouped, rows.bfloat16()),
+            {"d": parts},
+            {"x": {"d": 0}},
+            Hand(0, 0, "every device sorts its own rows"),
+        ),
+        Case(
+            "experts, sorted rows and biases",
+            "TP",
+            partial(from_model, biased, rows),
+            {"d": parts},
+            halves,
+            Hand(summed.bytes, 1, "a token's two experts are summed, then the parts"),
+        ),
         Case("experts, looked up by few tokens", "DP x EP", build("gathered", few), {"d": parts}, both, few_exchanged),
     ]
 

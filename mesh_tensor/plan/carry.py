@@ -112,7 +112,7 @@ def _shrinks(value: Value, atoms: Atoms, uses: Mapping[Value, list[tuple[Node, i
     """Whether something smaller is made of the value alone, by nodes that are linear in it."""
     size = value.type.elements
     while len(users := uses.get(value, [])) == 1:
-        ((node, position),) = users
+        node, position = users[0]
         rule = atoms.rules[node].rule
         if len(node.outputs) != 1 or not (
             frozenset({position}) in rule.linear or (rule.moves and len(node.inputs) == 1)

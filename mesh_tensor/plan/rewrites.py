@@ -1,37 +1,22 @@
-"""What is written otherwise before and after layouts are decided, as devices run it with less.
+"""What is written otherwise before layouts are decided, as devices run it with less.
 
 Slices that are a value's parts one after the other along a dim, and all that is made of it: one split. Slices that are
-put beside something along the same dim, and nothing else: one operator with that, and one exchange. Splits into unequal
-parts of a dim that axes split: slices, of which each takes what its tiles lack. Choices between a value and itself as a
-constant, as embeddings make of their padding: the value alone. What is gathered of a transposed tensor is gathered of
-the tensor itself.
-
-    w_t = permute_dims(w)                   w_whole = all_gather(w)
-    w_t_whole = all_gather(w_t)             w_t_whole = permute_dims(w_whole)
-
-So a weight that is split by rows arrives as it was sent, is never copied transposed, and may be on its way as soon as
-it is there; products take the transpose with them (`program.fuse`). What is needed again at once, as the last layer's
-weight is by its gradient, is not gathered again.
+put beside something along the same dim, and nothing else: one operator with that, and one exchange. Splits
+into unequal parts of a dim that axes split: slices, of which each takes what its tiles lack. Choices between a value
+and itself as a constant, as embeddings make of their padding: the value alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 
 from tvm import relax
 
-from mesh_tensor.base.collectives import BETWEEN
-from mesh_tensor.base.machine_presets import CPU
-from mesh_tensor.base.placement import Replicate, Shard
-from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.call import op_call
-from mesh_tensor.rules.operator.cost import class_of
 from mesh_tensor.rules.operator.shifts import joined_parts
 
 from .atoms import Atoms
-from .explicit import Change, ExplicitGraph, ExplicitStep, Form, Run
 from .ir import Graph, Node, Value, leaves
 from .propagate import Layouts
 
@@ -163,67 +148,6 @@ def _split(value: Value, dim: int, parts: list[Node]) -> Node:
     cuts = [sum(sizes[: n + 1]) for n in range(len(sizes) - 1)]
     call = op_call(relax.BlockBuilder().normalize(relax.op.split(var, cuts, dim)))
     return Node(call, (value,), tuple(node.outputs[0] for node in parts), parts[0].scopes, parts[0].where)
-
-
-_ALL_GATHER = BETWEEN[Shard, Replicate].name
-_AGAIN = CPU.tuning.products_ahead  # products after which what was gathered is still there
-
-
-def gathered_first(made: ExplicitGraph) -> ExplicitGraph:
-    """The same graph; transposes whose results nothing takes any more are left in."""
-    return replace(made, steps=_Swaps(made).steps)
-
-
-class _Swaps:
-    def __init__(self, made: ExplicitGraph) -> None:
-        self._transposes = {
-            step.outputs[0]: step
-            for step in made.steps
-            if step.node is not None and step.node.call.name == "permute_dims"
-        }
-        self._known: dict[tuple[Form, Sharding], tuple[int, Form]] = {}  # when it was gathered, and as what
-        self._products = 0
-        forms = [form for step in made.steps for form in step.outputs]
-        self._names = {f.name for f in (*made.params, *made.constants, *forms)} | {v.name for v in made.graph.values()}
-        self.steps = [new for step in made.steps for new in self._swapped(step)]
-
-    def _swapped(self, step: ExplicitStep) -> Iterator[ExplicitStep]:
-        """The step, or the gather of what was transposed, then the transposes."""
-        if step.node is not None:
-            self._products += class_of(step.node.call.name) == "product"
-        source = self._transposed(step)
-        if source is None or step.move is None:
-            yield step
-            return
-        (dim,) = {p.dim for axis in step.move.axes if isinstance(p := source.sharding.placement(axis), Shard)}
-        sharding = source.sharding
-        for axis in step.move.axes:
-            sharding = sharding.with_replicate(axis)
-        at, whole = self._known.get((source, sharding), (0, None))
-        if whole is None or self._products - at > _AGAIN:
-            whole = Form(self._name(source), source.value, sharding, source.dtype)
-            move = replace(step.move, after=sharding, src_dim=dim)
-            yield from self._swapped(Change(source, whole, step.scopes, move, step.reason))
-            self._known[source, sharding] = self._products, whole
-        run = self._transposes[step.src]
-        split = {axis: factor for axis, factor in run.split.items() if axis not in step.move.axes}
-        yield Run(run.node, (whole,), (step.dst,), split)
-
-    def _name(self, source: Form) -> str:
-        """The next name of a form of that value."""
-        found = (f"{source.value.name}_{number}" for number in count(1))
-        name = next(name for name in found if name not in self._names)
-        self._names.add(name)
-        return name
-
-    def _transposed(self, step: ExplicitStep) -> Form | None:
-        """What is gathered after it was transposed, if it lies so that it can be before."""
-        if step.move is None or step.move.kind != _ALL_GATHER or step.src not in self._transposes:
-            return None
-        (source,) = self._transposes[step.src].inputs
-        placements = {source.sharding.placement(axis) for axis in step.move.axes}
-        is_split = len(placements) == 1 and isinstance(next(iter(placements)), Shard)
-        return source if is_split and not source.sharding.partial else None
 
 
 def without_fixed_rows(graph: Graph) -> Graph:

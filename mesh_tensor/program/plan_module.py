@@ -18,6 +18,7 @@ from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
 from mesh_tensor.plan.counted_places import counted_slices
 from mesh_tensor.plan.expansions import expand, refined_annotations, refinements, regroup_sums, with_merged_dims
 from mesh_tensor.plan.explicit import ExplicitGraph, Run, forms_in
+from mesh_tensor.plan.gathers import gathered_first
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph, Interleaved, leaves
@@ -26,7 +27,6 @@ from mesh_tensor.plan.propagate import Late, Layouts, other_turns, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
 from mesh_tensor.plan.reshards import cost_of, insert_reshards
 from mesh_tensor.plan.rewrites import (
-    gathered_first,
     joined_slices,
     parts_side_by_side,
     sliced_splits,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import mesh_tensor as mt
@@ -22,6 +23,7 @@ from mesh_tensor.program.steps import CollectiveStep
 
 MESH = {"x": 2}
 _FLOAT = 4  # bytes
+_ATTENTION = (nn.functional.multi_head_attention_forward, torch._native_multi_head_attention)
 
 # First layers of pairs, and last ones, by the ends of their names.
 _COLUMNS = (
@@ -148,17 +150,23 @@ def hand(model: nn.Module, kind: str, given: Mapping[str, Any]) -> Moved | None:
     def listen(layer: nn.Module, key: str) -> None:
         handles.append(layer.register_forward_hook(lambda *given: sizes.setdefault(key, []).append(_first(given[2]))))
 
+    weights: dict[int, str] = {}
     for name, layer in model.named_modules():
         rows = _is_linear(layer) and any(fnmatchcase(name, f"*.{end}") for end in _ROWS)
         experts = name.endswith(".experts") and isinstance(getattr(layer, "down_proj", None), nn.Parameter)
         if rows or experts:
             listen(layer, name)
+        if rows:
+            weights[id(layer.weight)] = name
     rows_of_pairs = len(handles)
     split = {id(table.weight) for table in _tables(model)}
     for layer in model.modules():
         if isinstance(layer, nn.Embedding) and id(layer.weight) in split:
             listen(layer, "vocabulary")
-    model(**given)
+    functions = _Functions(weights)
+    with functions:
+        model(**given)
+    sizes = functions.sizes | sizes  # torch's attention takes its last layer's weight, and never calls the layer
     for handle in handles:
         handle.remove()
     if not rows_of_pairs:
@@ -170,6 +178,20 @@ def hand(model: nn.Module, kind: str, given: Mapping[str, Any]) -> Moved | None:
     elements = sum(map(sum, branches.values()))
     parts = MESH["x"]
     return Moved({"all_reduce": sum(map(len, branches.values()))}, 2 * elements * _FLOAT * (parts - 1) // parts)
+
+
+class _Functions(TorchFunctionMode):
+    """How many elements attention gave whose last layer has one of these weights, by name."""
+
+    def __init__(self, weights: Mapping[int, str]) -> None:
+        super().__init__()
+        self._weights, self.sizes = weights, dict[str, list[int]]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for name in {self._weights.get(id(arg)) for arg in args} - {None} if func in _ATTENTION else ():
+            self.sizes.setdefault(name, []).append(_first(made))
+        return made
 
 
 def _first(result: Any) -> int:

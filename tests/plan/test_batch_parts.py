@@ -144,12 +144,18 @@ def test_what_does_not_follow_from_parts():
 
 
 def test_stacks_of_one_row():
-    """(2, 5, 6) as (2, 1, 5, 6): the row may be in either dim."""
-    stacks = lambda x, y: torch.stack([x, x.tanh()]).mean(0).sum(), lambda x, y: torch.stack([x]).mean(0).sum()
-    for kind in parts_of(*stacks, rows=1).kinds:
+    """(2, 5, 6) as (2, 1, 5, 6): the row may be in either dim, unless a stack says in which."""
+
+    def rows(*x):
+        return torch.cat(x).unflatten(0, (len(x), -1)).mean(0).sum()
+
+    joined = lambda x, y: rows(x, x.tanh()), lambda x, y: rows(x)
+    for kind in parts_of(*joined, rows=1).kinds:
         assert isinstance(kind, Mixed)
         assert "puts a dim behind the only row" in kind.why
-    assert all(isinstance(kind, Sum) for kind in parts_of(*stacks, rows=2).kinds)
+    stacks = lambda x, y: torch.stack([x, x.tanh()]).mean(0).sum(), lambda x, y: torch.stack([x]).mean(0).sum()
+    for found in (parts_of(*joined, rows=2), parts_of(*stacks, rows=1), parts_of(*stacks, rows=2)):
+        assert all(isinstance(kind, Sum) for kind in found.kinds)
 
 
 def test_row_numbers_are_none_of_positions():

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from tvm import relax
 
 import mesh_tensor as mt
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.program.steps import CollectiveStep, FreeStep, OpStep, WaitStep
 from mesh_tensor.rules.operator.cost import class_of
+
+from .modules import function, kinds
 
 # Where collectives start at once, nothing is copied to go together.
 AT_ONCE = replace(CPU, links=tuple(replace(link, start=1e-12) for link in CPU.links))
@@ -103,3 +106,19 @@ def test_transposes_that_others_take(dim):
     run = mt.distribute_module(module, {"m": 2}, {"w": {"m": dim}, "x": {}}, poison=True)
     for found, expected in zip(run(x, w), Transposed()(x, w), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_there_is_not_gathered():
+    """The transposed tensor is stated to be split, and its sums need it whole: what it is made of is."""
+
+    def build(emit, x):
+        made = emit(relax.op.cumsum(x, 2))
+        turned = emit(relax.op.permute_dims(made, [1, 0, 2]))
+        return relax.Tuple([emit(relax.op.cumsum(turned, 2)), emit(relax.op.negative(turned))])
+
+    run = mt.distribute_module(function(build, x=(3, 5, 8)), {"d": 2}, {"lv1": {"d": 2}}, poison=True)
+    x = torch.randn(3, 5, 8)
+    turned = x.cumsum(2).transpose(0, 1)
+    for result, expected in zip(run(x), (turned.cumsum(2), -turned), strict=True):
+        torch.testing.assert_close(result, expected)
+    assert "all_gather" not in kinds(run.plan)
