@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mesh_tensor.base.collectives import collective_time
+from mesh_tensor.base.collectives import BETWEEN, collective_time
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import uncollected
-from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.sharding import Partial, Replicate, Shard, Sharding
 from mesh_tensor.program.steps import CollectiveStep
 from mesh_tensor.searching.choices import DATA, MODEL
 from mesh_tensor.searching.pieces import Model, Piece, grown, mixed
@@ -31,6 +31,7 @@ from .strategies import combine
 if TYPE_CHECKING:
     from .model_pieces import ModelPieces
 
+_GATHERED, _SCATTERED = BETWEEN[Shard, Replicate].name, BETWEEN[Partial, Shard].name
 _FEW, _MANY = 4, 8  # rows that are planned, and times as many
 _AHEAD = CPU.tuning.products_ahead
 _TIMES = {"F": "forward", "B": "backward", "I": "inputs", "W": "own"}
@@ -176,8 +177,8 @@ def _twice(events: Sequence[Event], run: Simulation) -> list[Event]:
     steps = [run.program.steps[number] for number in run.numbers]
     products = [place for place, step in enumerate(steps) if step.is_long]
     before, after = (products[_AHEAD - 1], products[-_AHEAD]) if len(products) >= _AHEAD else (0, len(events))
-    gathered = [n for n in range(before) if _sends(events[n], steps[n], "all_gather")]
-    late = {n for n in range(after, len(events)) if _sends(events[n], steps[n], "reduce_scatter")}
+    gathered = [n for n in range(before) if _sends(events[n], steps[n], _GATHERED)]
+    late = {n for n in range(after, len(events)) if _sends(events[n], steps[n], _SCATTERED)}
     made, at, early = list[Event](), dict[int, int](), dict[int, int]()
 
     def add(event: Event) -> int:
