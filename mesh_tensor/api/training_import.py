@@ -67,7 +67,7 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = Tru
             f"training_step takes a torch model, not a {type(model).__name__}",
             fix="pass a torch.nn.Module, or what from_torch gave",
         )
-    refuse_hooks(model)
+    refuse_hooks(model, loss)
     if not (loss is None or callable(loss)):
         refuse(
             f"loss={shown(loss)} is no function",

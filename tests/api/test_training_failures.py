@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mesh_tensor as mt
+from mesh_tensor.api import own_gradients
 
 
 def _refused(make, *args, **named):
@@ -139,6 +140,17 @@ class _Doubled(torch.autograd.Function):
         return 2 * gradient
 
 
+class _Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * ctx.saved_tensors[0] ** 2 * gradient
+
+
 class _Small(nn.Linear):
     """The gradient of `weight` is little on the scale of that of `bias`."""
 
@@ -171,6 +183,83 @@ def test_hooks_on_gradients_of_what_is_computed():
     for check in (True, False):
         message = _refused(mt.training_step, Limited(4, 3), F.cross_entropy, (x, y), check=check)
         assert "the model sets hooks on gradients of what it computes (1)" in message
+
+
+def _twice(module, given, made=None):
+    return tuple(2 * each for each in given)
+
+
+def test_hooks_on_gradients_of_modules_that_are_not_the_models():
+    """Of its loss, of all modules, and of one that it has without torch's knowing."""
+    model, x, y = _model()
+    loss, act = nn.CrossEntropyLoss(), nn.Tanh()
+    loss.register_full_backward_pre_hook(_twice)
+    assert "'CrossEntropyLoss' with hooks on gradients" in _refused(mt.training_step, model, loss, (x, y), check=False)
+    handle = nn.modules.module.register_module_full_backward_pre_hook(_twice)
+    try:
+        message = _refused(mt.training_step, model, F.cross_entropy, (x, y), check=False)
+    finally:
+        handle.remove()
+    assert "'all modules of torch' with hooks on gradients" in message
+    act.register_full_backward_hook(_twice)
+    forward = model.forward
+    model.forward = lambda x: act(forward(x))
+    message = _refused(mt.training_step, model, F.cross_entropy, (x, y), check=False)
+    assert "a module that the model doesn't know as its own, with hooks on gradients" in message
+
+
+def test_hooks_on_nodes_of_autograd():
+    class Limited(nn.Linear):
+        def forward(self, x):
+            made = super().forward(x)
+            if made.requires_grad:
+                made.grad_fn.register_prehook(lambda gradients: (gradients[0].clamp(-1e-3, 1e-3),))
+            return made
+
+    _, x, y = _model()
+    message = _refused(mt.training_step, Limited(4, 3), F.cross_entropy, (x, y), check=False)
+    assert "the model asks for the grad_fn of what it computes (1)" in message
+
+
+def test_what_is_compiled_hides_nothing():
+    class Hooked(nn.Linear):
+        def forward(self, x):
+            made = super().forward(x)
+            if made.requires_grad:
+                made.register_hook(lambda gradient: 2 * gradient)
+            return made
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return _Doubled.apply(super().forward(x))
+
+    _, x, y = _model()
+    for inner, said in ((Hooked, "sets hooks on gradients"), (Doubled, "'_Doubled' with a backward of its own")):
+        model = nn.Sequential(torch.compile(inner(4, 3), backend="aot_eager"))
+        assert said in _refused(mt.training_step, model, F.cross_entropy, (x, y), check=False)
+
+
+def test_a_function_whose_gradient_is_known_to_be_that_of_what_it_computes(monkeypatch):
+    """Bloom's GELU, in transformers."""
+    model, x, y = _model()
+    model.forward = lambda x: _Cubed.apply(nn.functional.linear(x, model.weight, model.bias))
+    assert "'_Cubed' with a backward of its own" in _refused(mt.training_step, model, F.cross_entropy, (x, y))
+    monkeypatch.setattr(own_gradients, "_BLOOM", f"{__name__}._Cubed")
+    mt.training_step(model, F.cross_entropy, (x, y))
+
+
+def test_checkpoints_that_compute_without_gradients():
+    """Also where all weights have a gradient by another way."""
+    model, x, y = _model()
+
+    class Again(nn.Sequential):
+        def forward(self, x):
+            whole = super().forward
+            return whole(x) + torch.utils.checkpoint.checkpoint(whole, x.clone().requires_grad_(), use_reentrant=True)
+
+    message = _refused(mt.training_step, Again(model), F.cross_entropy, (x, y), check=False)
+    assert "a checkpoint with use_reentrant=True" in message
+    assert "fix: use_reentrant=False" in message
 
 
 def test_checkpoints_of_torchs():
