@@ -12,7 +12,7 @@ What comes later holds its operands until then: as much comes later as takes no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from .builder import with_ends, with_lifetimes
@@ -24,10 +24,15 @@ _TRIES = 8  # how finely what comes later is measured
 
 
 def handed_on_first(
-    program: Program, wanted: Collection[str], ends: Collection[str], totals: Collection[str]
+    program: Program,
+    wanted: Collection[str],
+    ends: Collection[str],
+    totals: Collection[str],
+    kept: Mapping[str, str],
 ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The steps until the values `wanted` are there, and those that come then. Inputs in the storages `ends` are freed
-    after their last use; `totals`: values that may be added to what is there before."""
+    after their last use; `totals`: values that may be added to what is there before; `kept`: by their first results,
+    the names of what steps leave for others, or take of theirs, beside values."""
     values = program.values
     work = [step for step in program.steps if not step.begins and not step.ends]
     whole = with_ends(program.steps, values, ends), ()
@@ -36,7 +41,7 @@ def handed_on_first(
     if not made or not all(isinstance(step, OpStep) for step in work):
         return whole
     before, after = work[: made[-1] + 1], work[made[-1] + 1 :]
-    free = _not_needed(program, before, storages)
+    free = _not_needed(program, before, storages, kept)
     most = _peaks(program, whole[0], totals)
     for left in range(_TRIES):
         later = set(free[len(free) * left // _TRIES :])
@@ -51,18 +56,25 @@ def handed_on_first(
     return whole
 
 
-def _not_needed(program: Program, steps: Sequence[Step], wanted: Collection[str]) -> list[int]:
+def _not_needed(program: Program, steps: Sequence[Step], wanted: Collection[str], kept: Mapping[str, str]) -> list[int]:
     """The numbers of the steps that the last one doesn't need, nor those that make what is in the storages `wanted`,
     nor any that these need."""
     found: list[int] = []
-    uses, writes = _stored(program, steps[-1].uses).union(wanted), _stored(program, steps[-1].writes)
+    touched = [_touched(program, step, kept) for step in steps]
+    uses, writes = touched[-1][0].union(wanted), touched[-1][1]
     for number in range(len(steps) - 2, -1, -1):
-        used, written = (_stored(program, names) for names in (steps[number].uses, steps[number].writes))
+        used, written = touched[number]
         if written & uses or used & writes:
             uses, writes = uses | used, writes | written
         else:
             found.append(number)
     return found[::-1]
+
+
+def _touched(program: Program, step: Step, kept: Mapping[str, str]) -> tuple[set[str], set[str]]:
+    """The storages that a step uses, and those that it writes; in both what it leaves for another step, or takes."""
+    between = {kept[name] for name in step.writes if name in kept}
+    return _stored(program, step.uses) | between, _stored(program, step.writes) | between
 
 
 def _stored(program: Program, names: Collection[str]) -> set[str]:

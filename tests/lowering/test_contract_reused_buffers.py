@@ -148,6 +148,43 @@ def test_what_conditions_use_stays():
     torch.testing.assert_close(run(asked, {"x": 2}, {"A": {"x": 1}, "Y": {"x": 1}}, a), a + 2)
 
 
+def test_what_conditions_use_stays_where_statements_share_expressions():
+    """One load in two statements is two uses."""
+
+    @T.prim_func
+    def asked(
+        A: T.Tensor((ROWS, COLUMNS), "float32"),
+        Y: T.Tensor((ROWS, COLUMNS), "float32"),
+        P: T.Tensor((ROWS, 1), "float32"),
+        Q: T.Tensor((ROWS, 1), "float32"),
+    ):
+        with T.Kernel(ROWS, threads=32) as bx:
+            row, total = T.alloc_fragment((COLUMNS,), "float32"), T.alloc_fragment((1,), "float32")
+            T.fill(row, 1.0)
+            T.clear(total)
+            P[bx, 0] = row[0]
+            Q[bx, 0] = row[0]
+            T.copy(A[bx, 0], row)
+            if row[0] > 0.0:
+                T.fill(total, 2.0)
+            for j in T.Parallel(COLUMNS):
+                Y[bx, j] = row[j] + total[0]
+
+    loaded = []
+
+    def with_first(stmt):
+        if stmt.buffer.name not in "PQ":
+            return None
+        loaded.append(stmt.value)
+        return tirx.BufferStore(stmt.buffer, loaded[0], stmt.indices)
+
+    body = tirx.stmt_functor.ir_transform(asked.body, None, with_first, ["tirx.BufferStore"])
+    assert len(loaded) == 2
+    a = torch.randn(ROWS, COLUMNS)
+    y, _, _ = run(asked.with_body(body), {"x": 2}, {"A": {"x": 1}, "Y": {"x": 1}}, a)
+    torch.testing.assert_close(y, a + 2 * (a[:, :1] > 0))
+
+
 def test_buffers_that_are_to_lie_in_some_way_stay():
     def counted_in(layout):
         @T.prim_func
@@ -166,3 +203,24 @@ def test_buffers_that_are_to_lie_in_some_way_stay():
 
     assert own(counted_in(None)) is not None
     assert own(counted_in(T.Layout((COLUMNS,), lambda i: i))) is None
+
+
+@T.prim_func
+def one_behind(A: T.Tensor((4, COLUMNS), "float32"), Y: T.Tensor((4, COLUMNS), "float32")):
+    """Each row gets what the iteration before left in a buffer to which nothing was written before that."""
+    with T.Kernel(1, threads=32) as bx:
+        row = T.alloc_shared((COLUMNS,), "float32")
+        for k in T.serial(4):
+            for j in T.Parallel(COLUMNS):
+                Y[k, j] = 5.0
+            if k > 0:
+                T.copy(row, Y[k, 0])
+            T.copy(A[k, 0], row)
+
+
+@pytest.mark.parametrize("layouts", [{"Y": {"x": 1}}, {"A": {"x": 0}}, {"A": {"x": 1}, "Y": {"x": 0}}])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_what_an_iteration_before_left(layouts, devices):
+    a = torch.randn(4, COLUMNS)
+    expected = torch.cat([torch.full((1, COLUMNS), 5.0), a[:-1]])
+    torch.testing.assert_close(run(one_behind, {"x": devices}, layouts, a), expected)

@@ -33,9 +33,9 @@ def planned(run, *shapes):
     return made.program, made.plan.made.result
 
 
-def parts(program, wanted, ends=frozenset(), totals=()):
+def parts(program, wanted, ends=frozenset(), totals=(), kept=None):
     """Both parts of the steps, once each step has been seen to find what it reads, and all results to be there."""
-    first, rest = handed_on_first(program, wanted, ends, totals)
+    first, rest = handed_on_first(program, wanted, ends, totals, kept or {})
     there, values = set(program.inputs), program.values
     for number, step in enumerate((*first, *rest)):
         assert {values[name].storage for name in step.reads} <= there
@@ -119,6 +119,14 @@ def test_a_gradient_that_something_needs_is_no_less_urgent():
     first, rest = parts(program, [dx])
     assert products(program, first) == [program.values[name].storage for name in (dw, dx)]
     assert products(program, rest) == []
+
+
+def test_what_leaves_something_for_a_step_beside_values_comes_before_it():
+    program, (dx, dw1, dw2) = planned(backward, *SQUARES)
+    first, rest = parts(program, [dx], saved(program), [dw1, dw2], {dw2: "kept of dx", dx: "kept of dx"})
+    assert products(program, first)[-1] == program.values[dx].storage
+    assert program.values[dw2].storage in products(program, first)
+    assert products(program, rest) == [program.values[dw1].storage]
 
 
 @pytest.mark.parametrize("seed", range(12))

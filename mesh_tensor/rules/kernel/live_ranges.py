@@ -62,7 +62,8 @@ class LiveRanges:
         self._kept: list[tuple[tirx.Var, int, int]] = []
         self._kernel = kernel
         self._param_ids = {buffer: self._new(buffer) for buffer in kernel.params.values()}
-        self._walk(kernel.tree, {})
+        # what buffers hold before all writes is seen where these may not have run, and by the first iterations of loops
+        self._walk(kernel.tree, {buffer: {self._new(buffer)} for buffer in self._on_chip()})
         for var, before, inside in self._kept:
             if self._find(before) == self._find(inside):
                 self._carried[self._find(inside)].add(var)
@@ -74,7 +75,11 @@ class LiveRanges:
 
     @property
     def all(self) -> list[LiveRange]:
-        return list(self._ranges.values())
+        return [r for r in self._ranges.values() if r.is_param or r.reads or r.writes]
+
+    def _on_chip(self) -> dict[tirx.Buffer, None]:
+        accessed = (access.buffer for statement in self._kernel.statements for access in statement.accesses)
+        return dict.fromkeys(buffer for buffer in accessed if buffer not in self._param_ids)
 
     def _new(self, buffer: tirx.Buffer) -> int:
         self._parent.append(len(self._parent))
@@ -98,8 +103,6 @@ class LiveRanges:
         """The live range that a use of `buffer` sees here; notes that it comes from before the loops around."""
         if buffer in self._param_ids:
             return self._param_ids[buffer]
-        if buffer not in env:
-            env[buffer] = {self._new(buffer)}
         exposed.add(buffer)
         root = self._union(env[buffer])
         env[buffer] = {root}

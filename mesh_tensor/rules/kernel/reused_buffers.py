@@ -19,6 +19,9 @@ from .statements import Kernel
 #: Per dim of a buffer, the factor of which it holds all; None where it is anything else.
 _Held = tuple[Factor | None, ...]
 
+_LEAVES = ["tirx.BufferStore", "tirx.Evaluate"]  # what is told which buffer to use
+_ACCESSES = tirx.BufferLoad, tirx.BufferStore
+
 
 def mixed_dims(coordinates: Coordinates, factor: Factor) -> Iterator[tuple[tirx.Buffer, int]]:
     """The dims of buffers on chip that hold all of a factor in one place, and something else in another."""
@@ -43,7 +46,7 @@ def with_own_buffers(kernel: Kernel, coordinates: Coordinates) -> tirx.PrimFunc 
         into = {buffer: own[stmt] for buffer, own in found.items() if stmt in own}
         return exchange_buffers(stmt, into) if into else None
 
-    body = tirx.stmt_functor.ir_transform(kernel.root.body, exchange, None, ["tirx.BufferStore", "tirx.Evaluate"])
+    body = tirx.stmt_functor.ir_transform(kernel.root.body, exchange, None, _LEAVES)
     buffers = dict.fromkeys([*kernel.root.alloc_buffers, *(into for own in found.values() for into in own.values())])
     block = block_like(kernel.root, body, list(buffers))
 
@@ -66,14 +69,12 @@ def _own_buffers(kernel: Kernel, coordinates: Coordinates, buffer: tirx.Buffer) 
                 kinds[held] = buffer_like(buffer, str(len(kinds))) if kinds else buffer
             if statement.unknown or not own.setdefault(statement.node, kinds[held]).same_as(kinds[held]):
                 return {}
-    leaves = [stmt for stmt in own if isinstance(stmt, (tirx.BufferStore, tirx.Evaluate))]
-    known = sum(_uses(stmt, buffer) for stmt in leaves)
-    return own if buffer in kernel.root.alloc_buffers and known == _uses(kernel.root.body, buffer) else {}
-
-
-def _uses(stmt: tirx.Stmt, buffer: tirx.Buffer) -> int:
-    accesses = [access.buffer.data for access in nodes(stmt, tirx.BufferLoad, tirx.BufferStore)]
-    return sum(buffer.data.same_as(data) for data in (*accesses, *nodes(stmt, tirx.Var)))
+    rest = tirx.stmt_functor.ir_transform(
+        kernel.root.body, lambda stmt: tirx.Evaluate(0) if stmt in own else None, None, _LEAVES
+    )
+    elsewhere = any(access.buffer.data.same_as(buffer.data) for access in nodes(rest, *_ACCESSES))
+    pointed_at = any(buffer.data.same_as(var) for var in nodes(kernel.root.body, tirx.Var))
+    return {} if elsewhere or pointed_at or buffer not in kernel.root.alloc_buffers else own
 
 
 def _on_chip(coordinates: Coordinates) -> Iterator[LiveRange]:

@@ -69,7 +69,8 @@ class RankBackend:
         if not last:
             ended = _only_taken(program, ends)
             if handed_on and program.mesh.num_devices == 1:
-                before, first = handed_on_first(program, handed_on, ended, totals)
+                kept = {first_result: record.name for first_result, record in self._records.items()}
+                before, first = handed_on_first(program, handed_on, ended, totals, kept)
             elif ended:
                 first = with_ends(first, program.values, ended)
         self._before, self._first, self._last = self._actions(before), self._actions(first), self._actions(last)

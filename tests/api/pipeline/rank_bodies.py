@@ -111,6 +111,40 @@ def keeps(rank: int) -> dict[str, list[str]]:
     return found
 
 
+class Scaled(torch.nn.Module):
+    """Layers of a norm and a product of which only gradients of weights need the result, where it is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(8) for _ in range(4))
+        self.projs = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """(rows, 8) twice -> a number."""
+        for norm, proj in zip(self.norms, self.projs, strict=True):
+            x = proj(norm(x))
+        return torch.nn.functional.mse_loss(x, y)
+
+
+def recomputes(rank: int) -> float:
+    """Gradients of norms find what torch keeps of these, where stages compute again and hand on early."""
+    torch.manual_seed(0)
+    example = torch.randn(2, 8), torch.randn(2, 8)
+    model, inputs = Scaled(), (torch.randn(4, 8), torch.randn(4, 8))
+    wanted = model(*inputs)
+    wanted.backward()
+    run = mt.pipeline(
+        mt.from_torch(torch.export.export(model, example)), {f"m{n}": {"d": 1} for n in range(4)},
+        {f"m{n}": [f"projs.{n}"] for n in range(4)}, {},
+        microbatches=2, schedule="1f1b", recompute=True, train=True, ranks=True,
+    )  # fmt: skip
+    torch.testing.assert_close(run(*inputs), wanted.detach())
+    got = run.gradients()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(got[name.replace(".", "_")], weight.grad, rtol=1e-4, atol=1e-6, msg=name)
+    return float(wanted.detach())
+
+
 def hands_on(rank: int) -> list[str]:
     """Of stages on one device each: what fragments hand on before they end; the bits are those of a virtual
     topology."""
@@ -273,6 +307,7 @@ def on_four(rank: int) -> dict[str, Any]:
         "same or refused": same_or_refused(rank),
         "keeps": keeps(rank),
         "hands on": hands_on(rank),
+        "recomputes": recomputes(rank),
         "writes": writes(rank),
         "not finite": not_finite_on_one_mesh(rank),
         "raises in an action": raises_in_an_action(rank),

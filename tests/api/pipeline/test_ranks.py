@@ -52,6 +52,10 @@ def test_gradients_for_the_stage_before_are_handed_on_before_those_of_weights(on
         assert all(name.startswith("B ") for name in names)
 
 
+def test_norms_that_are_computed_again_have_their_gradients_where_these_are_handed_on_early(on_four):
+    assert len({each["recomputes"] for each in on_four}) == 1
+
+
 def test_what_a_model_writes_is_that_of_the_virtual_topology_on_all_ranks(on_four):
     for message in [each["writes"] for each in on_four]:
         assert "values of the state differ between ranks: ranks 0, 2, 3: " in message

@@ -117,6 +117,38 @@ def test_a_value_carried_around_a_loop_is_one_range():
     assert [loop.var.name for loop in live.scope] == ["bx"]
 
 
+def test_what_the_iteration_before_left_is_one_range_with_what_is_written_later():
+    @T.macro
+    def body(A, B, a, b, bx):
+        left = T.alloc_fragment((8,), "float32")
+        for k in T.serial(48):  # 1: clear b
+            T.clear(b)
+            if k > 0:
+                for i in T.Parallel(8):
+                    b[i] = left[i]  # 2
+            for i in T.Parallel(8):
+                left[i] = a[i, k]  # 3
+
+    ((writes, reads, live),) = ranges_of(on_rows(body), "left")
+    assert (writes, reads) == ([3], [2])
+    assert "k" in {var.name for var in live.carried}
+
+
+def test_what_an_iteration_before_left_where_none_was_written_in_this_one():
+    @T.macro
+    def body(A, B, a, b, bx):
+        left = T.alloc_fragment((8,), "float32")
+        for k in T.serial(48):
+            if k % 2 == 0:
+                for i in T.Parallel(8):
+                    left[i] = a[i, k]  # 1
+            for i in T.Parallel(8):
+                b[i] = left[i]  # 2
+            T.clear(left)  # 3
+
+    assert uses(on_rows(body), "left") == [([1, 3], [2])]
+
+
 def test_a_loop_that_may_not_run_keeps_what_was_there():
     @T.macro
     def body(A, B, a, b, bx):
