@@ -275,6 +275,8 @@ def taken_of(
         return frozenset()
     if any(needed.windows for needed in decision.needed):  # what is partial is completed before
         return frozenset()
+    if not _terms_fit(decision, waiting):
+        return frozenset()
     if taken_by_owners(node, rule, decision, waiting, refused) is not None or _is_linear(node, rule, decision, waiting):
         before = sum(node.inputs[i].type.elements for i in waiting)
         fits = sum(value.type.elements for value in node.outputs) <= before
@@ -290,10 +292,17 @@ def _is_linear(node: Node, rule: NodeRule, decision: Decision, waiting: Mapping[
         return False
     sums, all_wait = all(op == "sum" for _, op in parts), len(waiting) == len(node.inputs)
     terms = {i for i, needed in enumerate(decision.needed) if needed.partial and i not in waiting}  # of one device
-    if terms and any(left.owner is not None for left in waiting.values()):
-        return False
     together = frozenset(waiting) | terms
     return (sums and (together in rule.rule.linear or _widens(node))) or (rule.rule.moves and all_wait)
+
+
+def _terms_fit(decision: Decision, waiting: Mapping[int, Pending]) -> bool:
+    """Whether what one device adds is a part over the axes that what waits has its parts over, which nobody owns."""
+    (parts,) = {left.parts for left in waiting.values()}
+    terms = [dict(needed.partial) for needed in decision.needed if needed.partial]
+    return not terms or (
+        all(term == dict(parts) for term in terms) and all(left.owner is None for left in waiting.values())
+    )
 
 
 def _is_narrow_sum(value: Value, left: Pending, widened: Collection[Value]) -> bool:

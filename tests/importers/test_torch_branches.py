@@ -105,7 +105,32 @@ def strict(x):
     return strict_mode(lambda y: y.sin() + 1, (x,))
 
 
-FUNCTIONS = {"nested": nested, "within a loop": within_a_loop, "strict": strict}
+def grown(y):
+    """Ends for positive sums only."""
+    return while_loop(lambda z: z.sum() < 100, lambda z: (z * 2,), (y,))[0]
+
+
+def endless_where_not_taken(x):
+    return torch.cond(x.sum() > 0, lambda y: grown(y), lambda y: -grown(-y), (x,))
+
+
+def endless_within_steps(x):
+    def step(n, y):
+        return n + 1, grown(y) / 10
+
+    def counted(y):
+        return while_loop(lambda n, y: n < 2, step, (torch.tensor(0), y))[1]
+
+    return torch.cond(x.sum() > 0, counted, lambda y: y - 1, (x,))
+
+
+FUNCTIONS = {
+    "nested": nested,
+    "within a loop": within_a_loop,
+    "strict": strict,
+    "endless where not taken": endless_where_not_taken,
+    "endless within steps": endless_within_steps,
+}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -101,6 +101,24 @@ def test_biases_are_added_by_one_device_before_the_chosen_are_summed(mesh):
     assert [step.bytes for step in sums] == [2 * 7 * WIDTH * 4 * (mesh["d"] - 1) // mesh["d"]]
 
 
+class Shown(Experts):
+    """What is in the middle is a result, too; the last product and its bias are the same for all."""
+
+    def forward(self, x):
+        scores, chosen = self.router(x).softmax(-1).topk(self.top, -1)
+        rows = x.unsqueeze(1).expand(-1, self.top, -1).reshape(-1, 1, WIDTH)
+        hidden = self.act(rows @ self.up[chosen.reshape(-1)])
+        out = hidden @ self.down[0] + self.down_bias[0, 0]
+        return x + (out.reshape(-1, self.top, WIDTH) * scores.unsqueeze(-1)).sum(1), hidden
+
+
+@pytest.mark.parametrize("down", [{"e": 1}, {"d": 0, "e": 1}])
+def test_biases_are_added_once_where_fewer_sums_wait_than_could(down):
+    """Hidden rows could wait for the devices of other experts, but are asked for: only hidden features are summed
+    later, and the devices that add biases are those."""
+    run(Shown(top=2, biases=True), torch.randn(7, WIDTH), {"d": 2, "e": 2}, {"up": {"d": 0, "e": 2}, "down": down})
+
+
 def test_biases_of_rows_that_stay_as_many_are_added_to_the_sum():
     model = Experts(top=1, biases=True)
     plan = run(model, torch.randn(7, WIDTH), {"d": 2}, {"up": {"d": 2}, "up_bias": {"d": 2}, "down": {"d": 1}})
