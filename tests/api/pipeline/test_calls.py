@@ -161,7 +161,7 @@ def test_meshes_share_the_threads_of_torch(monkeypatch, threads, of_each):
     assert found == {("mesh m0", of_each), ("mesh m1", of_each)}
 
 
-def test_an_interrupted_call_leaves_no_thread_behind(monkeypatch):
+def test_an_interrupted_call_leaves_no_thread_behind(monkeypatch, interruptible):
     """Ctrl-C comes to the thread that waits; what the meshes do ends with it, and the next call is as ever."""
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("signals come to the main thread")

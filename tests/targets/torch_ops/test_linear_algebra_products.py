@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from mesh_tensor.targets.torch_ops import linear_algebra as products
 
-SIZES = [(64, 512, 256), (8, 4096, 256), (200, 333, 127)]
+SIZES = [(512, 512, 256), (8, 4096, 2048), (200, 733, 517)]
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_products_are_right_whatever_the_strides(chosen, rows, summed, columns):
     [
         (1, 4096, 4096, torch.float32),
         (512, 16, 2048, torch.float32),
-        (64, 256, 128, torch.float32),
+        (256, 512, 256, torch.float32),
         (512, 512, 512, torch.float64),
     ],
 )
@@ -50,9 +50,9 @@ def test_torch_multiplies_what_is_small_thin_or_no_float32(chosen, rows, summed,
 
 def test_gradients_are_torchs(chosen):
     x, weight = torch.randn(64, 512, requires_grad=True), torch.randn(256, 512, requires_grad=True)
-    made = torch.autograd.grad(chosen(64, 512, 256)(x, weight).sum(), (x, weight))
+    made = torch.autograd.grad(chosen(512, 512, 256)(x, weight).sum(), (x, weight))
     expected = torch.autograd.grad(F.linear(x, weight).sum(), (x, weight))
     for one, other in zip(made, expected, strict=True):
         torch.testing.assert_close(one, other)
     with torch.no_grad():
-        assert not chosen(64, 512, 256)(x, weight).requires_grad
+        assert not chosen(512, 512, 256)(x, weight).requires_grad
