@@ -87,6 +87,9 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = Tru
         with torch.set_grad_enabled(gradients), refusing_hooks():
             value = _value(model, loss, inputs)
         refuse_functions(value)
+        if gradients:  # torch.cond records none where nothing is compiled
+            with torch.enable_grad():
+                value = _value(model, loss, inputs)
         written = {name: kept for name, (buffer, kept) in before.items() if not torch.equal(buffer, kept)}
         yield _imported(model, loss, inputs, written, value)
 
