@@ -3,7 +3,7 @@ may come in microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -87,10 +87,11 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = Tru
         with torch.set_grad_enabled(gradients), refusing_hooks():
             value = _value(model, loss, inputs)
         refuse_functions(value)
+        written = {name: kept for name, (buffer, kept) in before.items() if not torch.equal(buffer, kept)}
         if gradients:  # torch.cond records none where nothing is compiled
+            _put_back(before)
             with torch.enable_grad():
                 value = _value(model, loss, inputs)
-        written = {name: kept for name, (buffer, kept) in before.items() if not torch.equal(buffer, kept)}
         yield _imported(model, loss, inputs, written, value)
 
 
@@ -114,10 +115,15 @@ def buffers_kept(model: nn.Module) -> Iterator[dict[str, tuple[torch.Tensor, tor
     try:
         yield before
     finally:
-        with torch.no_grad():
-            for buffer, kept in before.values():
-                if not torch.equal(buffer, kept):  # torch counts what is written, even with the same
-                    buffer.copy_(kept)
+        _put_back(before)
+
+
+def _put_back(before: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Buffers are what their copies are."""
+    with torch.no_grad():
+        for buffer, kept in before.values():
+            if not torch.equal(buffer, kept):  # torch counts what is written, even with the same
+                buffer.copy_(kept)
 
 
 class WithLoss(nn.Module):

@@ -106,14 +106,14 @@ class Computing:
     __slots__ = ("_records",)
 
     def __enter__(self) -> None:
-        self._records = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
         with _precision_lock:
             if not _precision_users:
                 _precisions[:] = [(place, was) for place in _PRECISIONS if (was := _precision(place)) not in _EXACT]
                 for place, _ in _precisions:
                     _set_precision(place, "ieee")
             _precision_users.append(None)
+        self._records = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
 
     def __exit__(self, *_: object) -> None:
         torch._C._set_grad_enabled(self._records)

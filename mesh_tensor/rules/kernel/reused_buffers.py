@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tvm import tirx
 
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.rewrite import block_like, buffer_like, exchange_buffers
+from mesh_tensor.tir.rewrite import block_like, buffer_like, exchange_buffers, replace_block
 from mesh_tensor.tir.views import left_views
 
 from .coordinates import Coordinates
@@ -49,13 +49,7 @@ def with_own_buffers(kernel: Kernel, coordinates: Coordinates) -> tirx.PrimFunc 
     body = tirx.stmt_functor.ir_transform(kernel.root.body, exchange, None, _LEAVES)
     buffers = dict.fromkeys([*kernel.root.alloc_buffers, *(into for own in found.values() for into in own.values())])
     block = block_like(kernel.root, body, list(buffers))
-
-    def with_block(realize: tirx.SBlockRealize) -> tirx.Stmt:
-        same = realize.block.same_as(kernel.root)
-        return tirx.SBlockRealize(realize.iter_values, realize.predicate, block) if same else realize
-
-    func_body = tirx.stmt_functor.ir_transform(kernel.func.body, None, with_block, ["tirx.SBlockRealize"])
-    return kernel.func.with_body(func_body)
+    return kernel.func.with_body(replace_block(kernel.func.body, block, {}))
 
 
 def _own_buffers(kernel: Kernel, coordinates: Coordinates, buffer: tirx.Buffer) -> dict[tirx.Stmt, tirx.Buffer]:
