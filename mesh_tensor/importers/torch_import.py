@@ -82,7 +82,6 @@ class _Importer(ExportedProgramImporter):
     """TVM's importer, with every operator's conversion checked."""
 
     groups: Mapping[str, Mesh]
-    taken: relax.Expr | None = None  # of what is translated as part of a branch: whether that is taken
     left_over = False  # whether there are values of attempts at operators that nothing uses
 
     def begin(self, program: torch.export.ExportedProgram) -> None:
