@@ -20,7 +20,7 @@ from tvm.tirx.stmt_functor import substitute
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.tir.nodes import function_name, is_const, nodes
+from mesh_tensor.tir.nodes import DIVISIONS, function_name, is_const, nodes
 from mesh_tensor.tir.views import declared
 
 from .annotation import HOW_TO_ANNOTATE, BufferAnnotation, check, complete, from_attr, metadata_to_attr
@@ -190,9 +190,6 @@ def symbols(func: tirx.PrimFunc) -> tuple[tirx.Var, ...]:
     return tuple(found)
 
 
-_QUOTIENTS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
-
-
 def specialize(func: tirx.PrimFunc, sizes: Mapping[tirx.Var, int | tirx.PrimExpr]) -> tirx.PrimFunc:
     """`func` with every symbol of `sizes` replaced by its value, or by an expression of other symbols, in its
     annotations too. A scalar parameter that is such a symbol is a parameter no more."""
@@ -209,7 +206,7 @@ def specialize(func: tirx.PrimFunc, sizes: Mapping[tirx.Var, int | tirx.PrimExpr
 
 def _check_divisors(func: tirx.PrimFunc, values: Mapping[tirx.Var, tirx.PrimExpr]) -> None:
     """Refuse sizes that make a divisor in the kernel 0: TVM fails on it."""
-    for divisor in [quotient.b for quotient in nodes(func.body, *_QUOTIENTS)]:  # inner ones come first
+    for divisor in [quotient.b for quotient in nodes(func.body, *DIVISIONS)]:  # inner ones come first
         if any(var in values for var in _variables(divisor)):
             value = _simplify(substitute(divisor, values))
             if is_const(value, 0):
@@ -225,29 +222,33 @@ def sized(
     func: tirx.PrimFunc, inputs: Sequence[TensorType], outputs: Sequence[TensorType], numbers: Sequence[int]
 ) -> tirx.PrimFunc:
     """`func` as R.call_tir calls it on tensors and numbers: with the sizes that these bring in place of its symbols.
-
-    Raises:
-        MeshTensorError: `func` takes other parameters.
-    """
+    Refused where `func` takes other parameters."""
     tensors = [*inputs, *outputs]
     if len(func.params) != len(tensors) + len(numbers):
         refuse(f"a TIR function of {len(func.params)} parameters is called with {len(tensors) + len(numbers)}")
     sizes: dict[tirx.Var, int] = dict(zip(func.params[len(tensors) :], numbers, strict=True))
     for param, tensor in zip(func.params, tensors, strict=False):
         buffer = func.buffer_map[param]
-        sizes_differ = any(
-            isinstance(size, tirx.IntImm) and int(size) != actual
-            for size, actual in zip(buffer.shape, tensor.shape, strict=False)
-        )
-        if len(buffer.shape) != tensor.ndim or str(buffer.dtype) != tensor.dtype or sizes_differ:
+        if str(buffer.dtype) != tensor.dtype or not fits(buffer.shape, tensor.shape, sizes):
             refuse(
                 f"parameter {buffer.name!r} of a TIR function is {list(buffer.shape)} {buffer.dtype}, its argument "
                 f"{list(tensor.shape)} {tensor.dtype}"
             )
-        for size, actual in zip(buffer.shape, tensor.shape, strict=True):
-            if isinstance(size, tirx.Var):
-                sizes.setdefault(size, actual)
     return specialize(func, sizes) if sizes else func
+
+
+def fits(shape: Sequence[Any], actual: Sequence[int], sizes: dict[tirx.Var, int]) -> bool:
+    """Whether constants and symbols of a shape agree with sizes; learns what the symbols are. Expressions are left."""
+    if len(shape) != len(actual):
+        return False
+    learnt = dict(sizes)
+    for expected, size in zip(shape, actual, strict=True):
+        if isinstance(expected, tirx.Var):
+            expected = learnt.setdefault(expected, int(size))
+        if isinstance(expected, (int, tirx.IntImm)) and int(expected) != size:
+            return False
+    sizes.update(learnt)
+    return True
 
 
 def evaluate(size: Any, sizes: Mapping[tirx.Var, int]) -> int | None:

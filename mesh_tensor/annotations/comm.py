@@ -54,11 +54,8 @@ class Comm:
             refuse(f"{shown(text)} states no collective: {error}", where=name, fix="let mt.comm write it")
 
     def shape(self, shape: Sequence[Any], where: str = "") -> tuple[Any, ...]:
-        """The shape of what a device has after it, of tiles of a shape.
-
-        Raises:
-            MeshTensorError: the tiles can't be taken apart so, or nothing of this is known.
-        """
+        """The shape of what a device has after it, of tiles of a shape. Refused where the tiles can't be taken apart
+        so, or nothing of this is known."""
         if self.kind not in _SHAPES:
             refuse(f"there is no mt.comm.{self.kind}", fix=f"use one of {listing(list(_SHAPES))}")
         problems = [] if self.op in OPS else [f"unknown op {self.op!r} (known: {listing(OPS)})"]
@@ -165,11 +162,8 @@ def _call(x: relax.Expr, comm: Comm) -> relax.Call:
 
 def comm_of(name: str, call: Any, axes: Mesh, outer: bool) -> Comm | None:
     """The collective that an operator of that name is, in a manual computation over `axes` (R.ccl's go over all of
-    them); None if it is none. `outer`: devices of other axes are outside of it.
-
-    Raises:
-        MeshTensorError: it goes over other devices.
-    """
+    them); None if it is none. `outer`: devices of other axes are outside of it. Refused where it goes over other
+    devices."""
     attrs = call.attrs
     if name.startswith(PREFIX):
         return Comm.parse(name, str(call.args[-1].value))

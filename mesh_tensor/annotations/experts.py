@@ -229,7 +229,9 @@ def _check_body(body: ir.GlobalVar, way: Way, tiles: Sequence[relax.TensorStruct
         fits = len(sizes) == len(shape) and info.dtype == dtype
         if not fits or any(_bound(one, size, symbols) != size for one, size in zip(sizes, shape, strict=True)):
             problems.append(f"parameter {n} is {info}, of what is {dtype}{list(shape)} on a device")
-    if not problems and (not way.result.ndim or not _same(way.result, infos[0])):
+    if not problems and (
+        not way.result.ndim or not ir.structural_equal(way.result.shape.values[0], infos[0].shape.values[0])
+    ):
         problems.append(f"it gives {way.result} for rows {infos[0]}")
     if problems:
         refuse(
@@ -244,8 +246,3 @@ def _bound(one: tirx.PrimExpr, size: int, symbols: dict[tirx.Var, int]) -> int |
     if isinstance(one, tirx.IntImm):
         return int(one)
     return symbols.setdefault(one, size) if isinstance(one, tirx.Var) else None
-
-
-def _same(made: relax.TensorStructInfo, rows: relax.TensorStructInfo) -> bool:
-    """Whether there are as many of both."""
-    return bool(ir.structural_equal(made.shape.values[0], rows.shape.values[0]))

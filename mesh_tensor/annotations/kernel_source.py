@@ -59,11 +59,8 @@ def _refuse_negative(func: tirx.PrimFunc) -> None:
 
 
 def of_jit(func: Any, sizes: Mapping[str, Any] | None) -> Any:
-    """The PrimFunc of a @tilelang.jit function for these sizes; anything else as it is.
-
-    Raises:
-        MeshTensorError: names all the sizes that are missing, unknown, or given to what has its sizes already.
-    """
+    """The PrimFunc of a @tilelang.jit function for these sizes; anything else as it is. The refusal names all the sizes
+    that are missing, unknown, or given to what has its sizes already."""
     func = _untuned(func)
     if not isinstance(func, JITImpl):
         if sizes is not None and isinstance(func, tirx.PrimFunc):

@@ -64,11 +64,8 @@ class Manual:
 
     @staticmethod
     def parse(text: str, inputs: Sequence[int], outputs: Sequence[int], where: str) -> Manual:
-        """What a text states for operands and results with so many dims.
-
-        Raises:
-            MeshTensorError: it states no such thing, or other numbers of tensors.
-        """
+        """What a text states for operands and results with so many dims. Refused where it states no such thing, or
+        other numbers of tensors."""
         try:
             said = json.loads(text)
             axes, layouts = Mesh(said["axes"]), (list(said["in"]), list(said["out"]))
@@ -206,22 +203,14 @@ def is_manual(expr: relax.Expr) -> bool:
 
 
 def manual_text(call: relax.Call) -> str:
-    """What a manual computation states.
-
-    Raises:
-        MeshTensorError: it states nothing.
-    """
+    """What a manual computation states. Refused where it states nothing."""
     if not isinstance(call.args[-1], relax.StringImm):
         refuse(f"{MANUAL} takes tensors and a text, not {call}", fix=_FIX)
     return str(call.args[-1].value)
 
 
 def axes_of_manual(call: relax.Call) -> dict[str, int]:
-    """The axes of a manual computation, with their sizes.
-
-    Raises:
-        MeshTensorError: it states none.
-    """
+    """The axes of a manual computation, with their sizes. Refused where it states none."""
     try:
         return dict(Mesh(json.loads(manual_text(call))["axes"]).shape)
     except (ValueError, KeyError, TypeError) as error:

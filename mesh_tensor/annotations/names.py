@@ -217,10 +217,7 @@ def without_layout(info: relax.StructInfo) -> relax.StructInfo:
 
 def with_flat_parameters(mod: ir.IRModule, function: str) -> ir.IRModule:
     """The module, in which the parameters of `function` that are tuples are taken apart: `t` is `t_0`, `t_1`, ...
-
-    Raises:
-        MeshTensorError: there is no such function.
-    """
+    Refused where there is no such function."""
     func = relax_function(mod, function)
     if not any(isinstance(param.struct_info, relax.TupleStructInfo) for param in func.params):
         return mod

@@ -24,10 +24,7 @@ _LOGIC = (ast.BoolOp, ast.And, ast.Or, ast.Not, ast.Compare, ast.Eq, ast.NotEq, 
 
 class SizeCondition:
     """A condition on sizes, in Python's syntax: comparisons of sums, products and quotients of numbers and names.
-
-    Raises:
-        MeshTensorError: something else is in it.
-    """
+    Refused where something else is in it."""
 
     def __init__(self, text: str) -> None:
         try:

@@ -103,11 +103,8 @@ _LISTED = "replicate"
 
 
 def stated_refinement(mesh: Mesh, shardings: Any, priority: Mapping[str, Any]) -> Refinement:
-    """The mesh in which all sub-axes that layouts and priorities name are made of axes.
-
-    Raises:
-        MeshTensorError: a sub-axis is no part of its axis, or two of them overlap.
-    """
+    """The mesh in which all sub-axes that layouts and priorities name are made of axes. Refused where a sub-axis is no
+    part of its axis, or two of them overlap."""
     layouts = [*(shardings.values() if isinstance(shardings, Mapping) else ()), *priority.values()]
     return Refinement.by_names(mesh, [name for layout in layouts for name in _names(layout)])
 
@@ -181,11 +178,8 @@ class Unannotated:
 
 
 def without_annotations(mod: ir.IRModule, function: str) -> Unannotated:
-    """A module that `annotate_module` has annotated, as it was before.
-
-    Raises:
-        MeshTensorError: some annotation is none of `annotate_sharding`'s.
-    """
+    """A module that `annotate_module` has annotated, as it was before. Refused where some annotation is none of
+    `annotate_sharding`'s."""
     read = read_module_annotations(mod, function)
     made, seen = read.module.clone(), set()
     stated: dict[tuple[str, str], Annotation] = {}

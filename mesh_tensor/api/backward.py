@@ -48,11 +48,8 @@ def laid_out_alike(func: tirx.PrimFunc, backward: Any) -> tirx.PrimFunc:
 
 
 class Gradients:
-    """The gradients of a kernel by its backward `kernels`, as torch.autograd asks for them.
-
-    Raises:
-        MeshTensorError: they don't fit the kernel; the message names every parameter that is wrong.
-    """
+    """The gradients of a kernel by its backward `kernels`, as torch.autograd asks for them. Refused where they don't
+    fit the kernel, with every parameter that is wrong."""
 
     def __init__(self, forward: Signature, kernels: Sequence[MeshKernel]) -> None:
         self._name, self.kernels = forward.name, tuple(kernels)
@@ -71,13 +68,9 @@ class Gradients:
         self._outputs = forward.written
 
     def around(self, run: Run, given: Mapping[str, Any]) -> Run:
-        """`run`, which computes the kernel for the arguments `given`, recorded by autograd where one of them requires
-        a gradient.
-
-        Raises:
-            MeshTensorError: no backward kernel writes a gradient that is required, or results are written into what is
-                given.
-        """
+        """`run`, which computes the kernel for the arguments `given`, recorded by autograd where one of them requires a
+        gradient. Refused where no backward kernel writes a gradient that is required, or results are written into what
+        is given."""
         wanted = [name for name, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad]
         if not wanted or not torch.is_grad_enabled() or any(isinstance(v, MeshTensor) for v in given.values()):
             return run

@@ -42,11 +42,8 @@ _State = list[np.ndarray]
 
 
 def tried(func: tirx.PrimFunc, view: str) -> tirx.PrimFunc:
-    """The kernel; what it states about states that loops carry may be gone by, where that lets dims be split.
-
-    Raises:
-        MeshTensorError: that does not hold.
-    """
+    """The kernel; what it states about states that loops carry may be gone by, where that lets dims be split. Refused
+    where what it states does not hold."""
     stated_there = stated_combinations(func)
     if not stated_there:
         return func

@@ -222,11 +222,8 @@ def refuse_count(kernel: str, count: int, forms: Mapping[int, CallForm]) -> NoRe
 def in_order(
     kernel: str, params: Sequence[str], args: Sequence[Any], named: Mapping[str, Any], forms: Mapping[int, CallForm]
 ) -> tuple[Any, ...]:
-    """The arguments of a call in the order of a form's parameters, those given by name in their places.
-
-    Raises:
-        MeshTensorError: names all the arguments that are missing, unknown, or given twice.
-    """
+    """The arguments of a call in the order of a form's parameters, those given by name in their places. The refusal
+    names all the arguments that are missing, unknown, or given twice."""
     wrong = {count: _misfits(form, params, args, named) for count, form in forms.items()}
     best = min(wrong, key=lambda count: (len(wrong[count]), -count))
     if wrong[best]:

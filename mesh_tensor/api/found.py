@@ -187,11 +187,7 @@ def one_of(given: T | None, best: T) -> T:
 
 
 def read_saved(path: str | Path, asked: Mapping[str, Any], rows: str, read: Callable[[Any], T]) -> list[T]:
-    """What an earlier search wrote, row by row.
-
-    Raises:
-        MeshTensorError: it can't be read, or was asked something else.
-    """
+    """What an earlier search wrote, row by row. Refused where it can't be read, or was asked something else."""
     try:
         made = json.loads(Path(path).read_text(encoding="utf-8"))
         different = [what for what, text in asked.items() if made[what] != text]

@@ -14,15 +14,8 @@ from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.base.collectives import BETWEEN
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Replicate, Sharding
-from mesh_tensor.pipelining.fragments import (
-    FUNCTION,
-    FragmentFunction,
-    JointStage,
-    Stage,
-    fragments_of,
-    gradient_name,
-    without_gradient,
-)
+from mesh_tensor.pipelining.fragments import FragmentFunction, JointStage, fragments_of, gradient_name, without_gradient
+from mesh_tensor.pipelining.stages import FUNCTION, Stage
 from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.redistribution.transfer import TransferPlan

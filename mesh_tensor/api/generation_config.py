@@ -39,11 +39,8 @@ _NEUTRAL_WHEN_DRAWN = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "mi
 
 def stated(config: Any, given: Mapping[str, Any], width: int) -> dict[str, Any]:
     """Arguments of `generate`: those `given` that are not None, and what the config, a dict or what has `to_dict`, says
-    of the others. Prompts have `width` positions.
-
-    Raises:
-        MeshTensorError: the config is none, or says what `generate` does not do.
-    """
+    of the others. Prompts have `width` positions. Refused where the config is none, or says what `generate` does not
+    do."""
     arguments = {name: value for name, value in given.items() if value is not None}
     if config is None:
         return arguments
@@ -128,11 +125,8 @@ class OwnFunctions:
 
     @staticmethod
     def of(run: MeshModule, strings: Any, tokenizer: Any, criteria: Any, processors: Any) -> OwnFunctions:
-        """Of what `generate` is given.
-
-        Raises:
-            MeshTensorError: something that can't be called, or strings without what makes text of tokens.
-        """
+        """Of what `generate` is given. Refused where something can't be called, or strings come without what makes text
+        of tokens."""
         known = (_functions("stopping_criteria", criteria), _functions("logits_processor", processors))
         if strings is None or strings == []:
             return OwnFunctions(run, *known)

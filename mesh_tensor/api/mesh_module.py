@@ -20,8 +20,8 @@ from mesh_tensor.runtime.module_inputs import ModuleParam, bound
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.alike import values_of
 
-from .module_calls import ModuleCalls
-from .module_launch import ModuleState, Recording, requires_gradients
+from .module_calls import ModuleCalls, Recording, requires_gradients
+from .module_launch import ModuleState
 from .module_ports import HeldWeights, Refined, apart, checked_state, whole
 
 

@@ -18,7 +18,8 @@ from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import spread
 from mesh_tensor.pipelining.flow import Flow, Layers, find_layers
-from mesh_tensor.pipelining.fragments import Stage, cut, trained_values
+from mesh_tensor.pipelining.fragments import trained_values
+from mesh_tensor.pipelining.stages import Stage, cut
 from mesh_tensor.plan.manual import NO_AXES, manual_mesh
 from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound

@@ -156,11 +156,8 @@ def annotated_step(
     step: TrainingStep, mesh: Mesh, shardings: Mapping[str, Any], priority: Mapping[str, Any]
 ) -> ir.IRModule:
     """The step's module with what is stated for it. What the optimizer keeps for a parameter lies as the parameter,
-    unless something is stated for it. `priority` is as `annotate_module` takes it.
-
-    Raises:
-        MeshTensorError: as `annotate_module`; or ZeRO is wanted and no axis splits the batch.
-    """
+    unless something is stated for it. `priority` is as `annotate_module` takes it. Refused as by `annotate_module`, and
+    where ZeRO is wanted and no axis splits the batch."""
     meant, problems = NamedValues(step.mod, "main").meant_by(shardings)
     if problems or not set(priority) <= set(shardings):
         return annotate_module(step.mod, mesh, shardings, priority=priority)  # which says so

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from tvm import ir
@@ -30,7 +30,7 @@ from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import find_target
 from mesh_tensor.targets.op_steps import Records
 
-from .module_launch import ModuleLaunch, Recorder, Recording, kept_apart, state_of
+from .module_launch import ModuleLaunch, kept_apart, state_of
 from .module_plans import ModulePlans
 from .module_ports import HeldWeights
 from .module_ranks import HandOn, RankModuleLaunch
@@ -39,6 +39,34 @@ from .turns import Turns
 
 T = TypeVar("T")
 AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"
+
+
+class Recording(Protocol):
+    """A module's function of known sizes, as autograd runs it."""
+
+    @property
+    def wanted(self) -> Sequence[str]:
+        """The parameters that get gradients."""
+
+    @property
+    def modules(self) -> Sequence[Any]:
+        """The modules that run then."""
+
+    def __call__(self, tensors: Mapping[str, Any]) -> Any:
+        """What the function returns for these tensors of all its parameters that are no weights."""
+
+
+# Of a module's function on a mesh, where gradients of some parameters are asked for; the weights are constants.
+Recorder = Callable[[ir.IRModule, str, Any, Sequence[str], HeldWeights], Recording]
+
+
+def requires_gradients(given: Sequence[Any]) -> bool:
+    """Whether autograd is to record a call with these. MeshTensors carry no gradients."""
+    return (
+        torch.is_grad_enabled()
+        and any(isinstance(value, torch.Tensor) and value.requires_grad for value in given)
+        and not any(isinstance(value, MeshTensor) for value in given)
+    )
 
 
 class ModuleCalls(OnRanks):

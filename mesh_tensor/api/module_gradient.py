@@ -16,7 +16,8 @@ from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipelining.flow import Flow
-from mesh_tensor.pipelining.fragments import Stage, gradient_name, part
+from mesh_tensor.pipelining.fragments import gradient_name
+from mesh_tensor.pipelining.stages import Stage, part
 from mesh_tensor.plan.gradient import depending_on, gradient_function, readable
 from mesh_tensor.plan.ir import leaves
 from mesh_tensor.runtime.ambient import refuse_traced

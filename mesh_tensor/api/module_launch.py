@@ -3,19 +3,21 @@ records its calls for torch.autograd."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tvm import ir, relax
+from tvm import relax
 
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.importers.weight_files import StoredTensor
 from mesh_tensor.plan.ir import STATE_ATTR
 from mesh_tensor.program.builder import Overwritten
 from mesh_tensor.program.plan_module import ModulePlan
+from mesh_tensor.program.program import ProgramValue
 from mesh_tensor.runtime.backend import Leave, Memory, may_overwrite
 from mesh_tensor.runtime.elementwise import not_finite
 from mesh_tensor.runtime.placement import layout_of
@@ -34,8 +36,98 @@ if TYPE_CHECKING:
     from .module_calls import AnyLaunch
 
 
-class ModuleLaunch:
-    """A plan, ready to run: weights and constants lie on the mesh already."""
+# Whether steps may overwrite what a caller brings, asked before the first one that does.
+LeaveFor = Callable[[Memory], bool]
+
+
+class PlannedLaunch(ABC):
+    """A plan, ready to run on the devices of this process."""
+
+    plan: ModulePlan
+    _result: Any
+    _ports: dict[str, Any]
+    _inputs: Mapping[str, str]
+    _held: Mapping[str, Any]
+
+    @abstractmethod
+    def _entered(self, name: str, tensor: Any) -> Any:
+        """A parameter's tensor as the program takes it for a call."""
+
+    @abstractmethod
+    def _ran(self, tensors: Mapping[str, Any], given: Mapping[str, Any], leave: LeaveFor | None) -> Mapping[str, Any]:
+        """What the program makes of values that are `given`, of which `tensors` are a caller's."""
+
+    @abstractmethod
+    def _valid(self, value: ProgramValue, tiles: Any) -> list[torch.Tensor]:
+        """The parts, without padding, of a value that is held as these tiles."""
+
+    def leave(self, name: str, value: Any, full: bool) -> Any:
+        """What the program has for a parameter, as callers know it: whole, or on the mesh."""
+        return self._port(name).leave(value, not full)
+
+    def _anywhere(self, flags: Sequence[bool]) -> Sequence[bool]:
+        """Flag by flag, whether it is set in any process that has devices."""
+        return flags
+
+    def step(
+        self, tensors: Mapping[str, Any], state: Mapping[str, Any], watched: Collection[str], leave: Leave
+    ) -> tuple[Any, dict[str, Any], list[str]]:
+        """The first result, whole, for these tensors and this state (of parameters, by name); the state that comes
+        out, of which nothing else has the memory; and what of the `watched` state is not finite then, on any device.
+        With `leave` it may be in the memory of `state`, and is finite then."""
+        values, others = self.plan.made.program.values, [self._result[0], *map(self.plan.state.get, watched)]
+        rest = [name for name in others if values[name].storage not in self._overwritten.storages]
+
+        def may(memory: Memory) -> bool:
+            def parts(name: str) -> list[torch.Tensor]:
+                return self._valid(values[name], memory.held[values[name].storage])
+
+            def tiles(storage: str) -> list[torch.Tensor]:
+                held = memory.held[storage]
+                return held if isinstance(held, list) else [held]
+
+            sure = leave.given and may_overwrite(self._overwritten, rest, parts, tiles)
+            leave.used = not self._anywhere([not sure])[0]
+            return leave.used
+
+        known, made = self._advanced(tensors, state, may)
+        loss = self._tree(self._result[0], known, False)
+        if leave.used:
+            return loss, made, []
+        bad = not_finite({name: parts_of(made[name]) for name in watched})
+        found = self._anywhere([name in bad for name in watched])
+        return loss, made, [name for name, is_bad in zip(watched, found, strict=True) if is_bad]
+
+    def advance(self, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """As a call, with this state; the results that are no state, and the state that comes out."""
+        known, made = self._advanced(tensors, state, None)
+        laid = any(isinstance(tensor, MeshTensor) or is_dtensor(tensor) for tensor in tensors.values())
+        return self._tree(self._result[: len(self._result) - len(made)], known, laid), made
+
+    @cached_property
+    def _overwritten(self) -> Overwritten:
+        return Overwritten.of(self.plan.made.program)
+
+    def _advanced(
+        self, tensors: Mapping[str, Any], state: Mapping[str, Any], leave: LeaveFor | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """All values, and what replaces the state."""
+        given = {self._inputs[name]: self._entered(name, tensor) for name, tensor in tensors.items()}
+        given |= {self._inputs[name]: tensor for name, tensor in state.items()}
+        known = {**self._held, **given, **self._ran(tensors, given, leave)}
+        return known, {name: known[result] for name, result in self.plan.state.items()}
+
+    def _tree(self, names: Any, values: Mapping[str, Any], laid: bool) -> Any:
+        if not isinstance(names, str):
+            return tuple(self._tree(item, values, laid) for item in names)
+        return self._ports[names].leave(values[names], laid)
+
+    def _port(self, parameter: str) -> Any:
+        return self._ports[self._inputs[parameter]]
+
+
+class ModuleLaunch(PlannedLaunch):
+    """A plan, ready to run on a virtual mesh: weights and constants lie on the mesh already."""
 
     def __init__(
         self,
@@ -126,11 +218,6 @@ class ModuleLaunch:
         assert isinstance(made, MeshTensor)
         return made, Refined(made, port) if port.plain is None else port.merge(made)
 
-    def leave(self, name: str, tensor: MeshTensor, full: bool) -> torch.Tensor | MeshTensor:
-        """What the program has for a parameter, as callers know it."""
-        made = self._port(name).merge(tensor)
-        return made.full() if full and isinstance(made, MeshTensor) else made
-
     def reordered(self, name: str, tensor: MeshTensor, places: torch.Tensor) -> MeshTensor | None:
         """A parameter, as the program has it, with each row in place of another; None if rows change devices."""
         rows = self._port(name).rows(places)
@@ -141,68 +228,14 @@ class ModuleLaunch:
             made.setdefault(id(tile), picked(tile, own))
         return of_tiles([made[id(tile)] for tile in tensor.tiles()], tensor.layout)
 
-    def step(
-        self,
-        tensors: Mapping[str, torch.Tensor | MeshTensor],
-        state: Mapping[str, MeshTensor],
-        watched: Collection[str],
-        leave: Leave,
-    ) -> tuple[Any, dict[str, MeshTensor], list[str]]:
-        """The first result, whole, for these tensors and this state (of parameters, by name); the state that comes
-        out, of which nothing else has the memory; and what of the `watched` state is not finite then. With `leave` it
-        may be in the memory of `state`, and is finite then."""
-        values, others = self.plan.made.program.values, [self._result[0], *map(self.plan.state.get, watched)]
-        rest = [name for name in others if values[name].storage not in self._overwritten.storages]
+    def _entered(self, name: str, tensor: torch.Tensor | MeshTensor) -> torch.Tensor | MeshTensor:
+        return self._port(name).refine(tensor)
 
-        def may(memory: Memory) -> bool:
-            def parts(name: str) -> list[torch.Tensor]:
-                value = values[name]
-                layout = layout_of(value.shape, torch_dtype(value.dtype), value.sharding)
-                return layout.parts(memory.held[value.storage])
+    def _ran(self, _: Mapping[str, Any], given: Mapping[str, Any], leave: LeaveFor | None) -> Mapping[str, Any]:
+        return self._run(given, {}, as_mesh_tensors=True, leave=leave)
 
-            leave.used = leave.given and may_overwrite(self._overwritten, rest, parts, memory.held.__getitem__)
-            return leave.used
-
-        known, made = self._advanced(tensors, state, may)
-        bad = [] if leave.used else not_finite({name: made[name].parts() for name in watched})
-        return self._tree(self._result[0], known, False), made, bad
-
-    def advance(
-        self, tensors: Mapping[str, torch.Tensor | MeshTensor], state: Mapping[str, MeshTensor]
-    ) -> tuple[tuple[Any, ...], dict[str, MeshTensor]]:
-        """As a call, with this state; the results that are no state, and the state that comes out."""
-        known, made = self._advanced(tensors, state, None)
-        as_mesh_tensors = any(isinstance(tensor, MeshTensor) for tensor in tensors.values())
-        return self._tree(self._result[: len(self._result) - len(made)], known, as_mesh_tensors), made
-
-    @cached_property
-    def _overwritten(self) -> Overwritten:
-        return Overwritten.of(self.plan.made.program)
-
-    def _advanced(
-        self,
-        tensors: Mapping[str, torch.Tensor | MeshTensor],
-        state: Mapping[str, MeshTensor],
-        leave: Callable[[Memory], bool] | None,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """All values, and what replaces the state."""
-        given = {self._inputs[name]: self._port(name).refine(tensor) for name, tensor in tensors.items()}
-        given |= {self._inputs[name]: tensor for name, tensor in state.items()}
-        known = {**self._held, **given, **self._run(given, {}, as_mesh_tensors=True, leave=leave)}
-        return known, {name: known[result] for name, result in self.plan.state.items()}
-
-    def _tree(self, names: Any, values: Mapping[str, Any], as_mesh_tensors: bool) -> Any:
-        if not isinstance(names, str):
-            return tuple(self._tree(item, values, as_mesh_tensors) for item in names)
-        value, port = values[names], self._ports[names]
-        if isinstance(value, MeshTensor) and not as_mesh_tensors:
-            value = value.full()
-        if isinstance(value, torch.Tensor) and as_mesh_tensors:
-            value = port.spread(value)
-        return port.merge(value)
-
-    def _port(self, parameter: str) -> ModulePort:
-        return self._ports[self._inputs[parameter]]
+    def _valid(self, value: ProgramValue, tiles: Any) -> list[torch.Tensor]:
+        return layout_of(value.shape, torch_dtype(value.dtype), value.sharding).parts(tiles)
 
 
 class ModuleState(Collection[str]):
@@ -257,11 +290,8 @@ class ModuleState(Collection[str]):
 
 def state_of(func: relax.Function, weights: Mapping[str, Any], donated: bool) -> ModuleState:
     """The state of a module's function, if its parameters are among the weights; without them it is empty: they are
-    passed at every call, and their new values are results. `donated`: nobody else has the tensors.
-
-    Raises:
-        MeshTensorError: some are among the weights, and some are not.
-    """
+    passed at every call, and their new values are results. `donated`: nobody else has the tensors. Refused where some
+    are among the weights, and some are not."""
     names = list((func.attrs or {}).get(STATE_ATTR, {}))
     missing = [name for name in names if name not in weights]
     if not names or len(missing) == len(names):
@@ -293,31 +323,3 @@ def _parts(tensor: Any) -> Iterable[torch.Tensor]:
     if isinstance(tensor, MeshTensor):
         return tensor.tiles()
     return [] if isinstance(tensor, StoredTensor) else [local_part(tensor) if is_dtensor(tensor) else tensor]
-
-
-class Recording(Protocol):
-    """A module's function of known sizes, as autograd runs it."""
-
-    @property
-    def wanted(self) -> Sequence[str]:
-        """The parameters that get gradients."""
-
-    @property
-    def modules(self) -> Sequence[Any]:
-        """The modules that run then."""
-
-    def __call__(self, tensors: Mapping[str, Any]) -> Any:
-        """What the function returns for these tensors of all its parameters that are no weights."""
-
-
-# Of a module's function on a mesh, where gradients of some parameters are asked for; the weights are constants.
-Recorder = Callable[[ir.IRModule, str, Any, Sequence[str], HeldWeights], Recording]
-
-
-def requires_gradients(given: Sequence[Any]) -> bool:
-    """Whether autograd is to record a call with these. MeshTensors carry no gradients."""
-    return (
-        torch.is_grad_enabled()
-        and any(isinstance(value, torch.Tensor) and value.requires_grad for value in given)
-        and not any(isinstance(value, MeshTensor) for value in given)
-    )

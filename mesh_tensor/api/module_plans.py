@@ -45,12 +45,8 @@ class ModulePlans:
     ) -> ModulePlan:
         """The plan for these sizes of symbols, where `held` are the names of parameters that lie as it wants them.
         `whole_axes`: one that takes no axis apart. `on_ranks`: one that does not depend on what was asked before, which
-        may be something else on another rank.
-
-        Raises:
-            MeshTensorError: annotations that can't be used together (`strict`), or that state parts of axes where no
-                axis is to be taken apart; what planning refuses.
-        """
+        may be something else on another rank. Refused: annotations that can't be used together (`strict`), or that
+        state parts of axes where no axis is to be taken apart; what planning refuses."""
         is_sized = bool(self.symbols) and not whole_axes
         key = (self.key(sizes), whole_axes, on_ranks and is_sized)
 

@@ -124,6 +124,12 @@ class ModulePort:
             return distribute(self.restored(result.full()), self.named.mesh, self.named)
         return _relabel(result.redistribute(self.nameable), self.shape, self.named)
 
+    def leave(self, value: torch.Tensor | MeshTensor, laid: bool) -> torch.Tensor | MeshTensor:
+        """The same, `laid` on the mesh, or whole."""
+        if not laid:
+            return self.restored(value.full() if isinstance(value, MeshTensor) else value)
+        return self.merge(self.spread(value) if isinstance(value, torch.Tensor) else value)
+
     def rows(self, places: torch.Tensor) -> list[torch.Tensor] | None:
         """Per device the rows of its part that take the place of those it has, where each row of the whole becomes what
         the one at its place was; None if some device lacks one."""
@@ -297,11 +303,8 @@ def whole(tensor: Any) -> torch.Tensor:
 def checked_state(
     signature: ModuleSignature, held: Mapping[str, Any], state: Mapping[str, Any], device_type: str, strict: bool
 ) -> dict[str, Any]:
-    """What replaces the weights that are held, by parameter, in memory of their own.
-
-    Raises:
-        MeshTensorError: names are unknown or missing, or shapes or dtypes differ; all of them are named.
-    """
+    """What replaces the weights that are held, by parameter, in memory of their own. Refused where names are unknown or
+    missing, or shapes or dtypes differ."""
     new = signature.weights(state, device_type)
     called = signature.names
     problems = [f"{called[name][0]!r} is missing" for name in held if strict and name not in new]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -10,11 +10,10 @@ import torch
 
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.importers.weight_files import StoredTensor
-from mesh_tensor.program.builder import Overwritten
+from mesh_tensor.program.from_graph import names_in
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.runtime.backend import Leave, Memory, may_overwrite
-from mesh_tensor.runtime.elementwise import not_finite
+from mesh_tensor.program.program import ProgramValue
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.alike import told, values_of
 from mesh_tensor.runtime.ranks.faults import Faults, agree, anywhere, digest_of, program_facts
@@ -28,13 +27,14 @@ from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import Records
 from mesh_tensor.targets.totals import can_be_totals, total_of
 
+from .module_launch import LeaveFor, PlannedLaunch
 from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, constants_digest, picked, ports_of
 from .rank_ports import RankPort
 
 HandOn = Callable[[dict[int, Part]], None]  # of results, by their numbers
 
 
-class RankModuleLaunch:
+class RankModuleLaunch(PlannedLaunch):
     """A plan, ready to run on `ranks`, as one thread calls it. Every rank has to make the same calls."""
 
     def __init__(
@@ -65,7 +65,7 @@ class RankModuleLaunch:
         self._digest = digest_of(facts)
         self.lane.run(self._digest)
         program = with_overlap_on(ranks.machine, made.program) if overlap == "auto" else made.program
-        ended = {made.inputs[number] for number in ends} - _names_in(made.result)
+        ended = {made.inputs[number] for number in ends} - set(names_in(made.result))
         found, there = (can_be_totals(each, made.result) if totals else {} for each in (made.program, program))
         added = {number: made.result[number] for number in totals}
         self._totals = {n: found[name] for n, name in added.items() if name in found and name in there}
@@ -197,69 +197,29 @@ class RankModuleLaunch:
             return storage, lambda tile: Part(leave(tiling.valid(tile)), named, shape)
         return storage, lambda tile: Part(None, named, shape, tile, tiling, lambda tile: leave(tiling.valid(tile)))
 
-    def _port(self, parameter: str) -> RankPort:
-        return self._ports[self._inputs[parameter]]
-
     def enter(self, name: str, tensor: Any) -> torch.Tensor:
         """This rank's part of a parameter's tensor."""
         return self._port(name).enter(name, tensor, keep=True)
-
-    def leave(self, name: str, local: torch.Tensor, full: bool) -> Any:
-        """What this rank has of a parameter, as callers know it: a DTensor, or the whole. All ranks have to ask."""
-        return self._port(name).leave(local, not full)
 
     def reordered(self, name: str, local: torch.Tensor, places: torch.Tensor) -> torch.Tensor | None:
         """As `ModuleLaunch.reordered`, of this rank's part: the same on all ranks is None."""
         rows = self._port(name).port.rows(places)
         return None if rows is None else picked(local, rows[self.ranks.rank])
 
-    def step(
-        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor], watched: Collection[str], leave: Leave
-    ) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
-        """As `ModuleLaunch.step`, of this rank's parts; what is not finite is the same on all ranks."""
-        values, others = self.plan.made.program.values, [self._result[0], *map(self.plan.state.get, watched)]
-        rest = [name for name in others if values[name].storage not in self._overwritten.storages]
+    def _entered(self, name: str, tensor: Any) -> torch.Tensor:
+        return self._port(name).enter(name, tensor)
 
-        def may(memory: Memory) -> bool:
-            def parts(name: str) -> list[torch.Tensor]:
-                return [tiling_of(values[name], self.ranks.rank).valid(memory.held[values[name].storage])]
-
-            sure = leave.given and may_overwrite(self._overwritten, rest, parts, lambda name: [memory.held[name]])
-            leave.used = not anywhere(self.ranks, self._faults, [not sure])[0]
-            return leave.used
-
-        made, kept = self._advanced(tensors, state, may)
-        loss = self._tree(self._result[0], made, False)
-        if leave.used:
-            return loss, kept, []
-        bad = not_finite({name: (kept[name],) for name in watched})
-        found = anywhere(self.ranks, self._faults, [name in bad for name in watched])
-        return loss, kept, [name for name, is_bad in zip(watched, found, strict=True) if is_bad]
-
-    def advance(
-        self, tensors: Mapping[str, Any], state: Mapping[str, torch.Tensor]
-    ) -> tuple[tuple[Any, ...], dict[str, torch.Tensor]]:
-        """As `ModuleLaunch.advance`, of this rank's parts."""
-        made, kept = self._advanced(tensors, state, None)
-        as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
-        return self._tree(self._result[: len(self._result) - len(kept)], made, as_dtensors), kept
-
-    @cached_property
-    def _overwritten(self) -> Overwritten:
-        return Overwritten.of(self.plan.made.program)
-
-    def _advanced(
-        self,
-        tensors: Mapping[str, Any],
-        state: Mapping[str, torch.Tensor],
-        leave: Callable[[Memory], bool] | None,
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """All values, and what replaces the state."""
-        known = {**self._held, **{self._inputs[name]: tensor for name, tensor in state.items()}}
-        known |= {self._inputs[name]: self._port(name).enter(name, tensor) for name, tensor in tensors.items()}
+    def _ran(
+        self, tensors: Mapping[str, Any], given: Mapping[str, Any], leave: LeaveFor | None
+    ) -> Mapping[str, torch.Tensor]:
         self._begin(tensors)
-        made = {**known, **self._run(known, {}, leave=leave)}
-        return made, {name: made[result] for name, result in self.plan.state.items()}
+        return self._run({**self._held, **given}, {}, leave=leave)
+
+    def _valid(self, value: ProgramValue, tiles: Any) -> list[torch.Tensor]:
+        return [tiling_of(value, self.ranks.rank).valid(tiles)]
+
+    def _anywhere(self, flags: Sequence[bool]) -> Sequence[bool]:
+        return anywhere(self.ranks, self._faults, flags)
 
     def _weight(self, name: str, weights: HeldWeights) -> torch.Tensor:
         """This rank's part of a weight. That of a DTensor may take a collective, so all ranks have to ask at once."""
@@ -273,13 +233,3 @@ class RankModuleLaunch:
             return part, None if stays else mine.held(part)
 
         return weights.laid_out(name, mine.port, lay_out, self.ranks.rank)
-
-    def _tree(self, names: Any, values: Mapping[str, torch.Tensor], as_dtensors: bool) -> Any:
-        if not isinstance(names, str):
-            return tuple(self._tree(item, values, as_dtensors) for item in names)
-        return self._ports[names].leave(values[names], as_dtensors)
-
-
-def _names_in(result: Any) -> set[str]:
-    """The values that a function returns."""
-    return {result} if isinstance(result, str) else {name for item in result for name in _names_in(item)}

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from tvm import tirx
 
-from mesh_tensor.annotations.annotate import evaluate
+from mesh_tensor.annotations.annotate import evaluate, fits
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.runtime.ambient import why_not_plain
 from mesh_tensor.runtime.ranks.dtensor import is_dtensor
 from mesh_tensor.runtime.ranks.tiling import Tiling
 
-from .signature import Param, Signature, Sizes
+from .signature import Param, Signature, Sizes, words
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -115,7 +115,7 @@ def _said_sizes(signature: Signature, shapes: Shapes, where: str) -> Sizes:
         if param is None:
             problems.append(f"shapes has {name!r}, but the tensors are {listing(tuple(signature.tensors))}")
         elif not _fits(param, shape, sizes):
-            problems.append(f"shapes says {name!r} is {shape}, but it is {_words(param, sizes)}")
+            problems.append(f"shapes says {name!r} is {shape}, but it is {words(param.shape, sizes)}")
     if problems:
         refuse(problems, where=where, fix=_say(signature))
     return sizes
@@ -138,23 +138,13 @@ def _check_scalars(signature: Signature, given: Mapping[str, Any], sizes: Sizes,
 
 def _fits(param: Param, shape: Sequence[int], sizes: Sizes) -> bool:
     """Learns what the symbols are."""
-    expected = param.shape or ()
-    if len(shape) != len(expected) or not all(isinstance(size, int) and size >= 0 for size in shape):
+    learnt, expected = dict(sizes), param.shape or ()
+    if not all(isinstance(size, int) and size >= 0 for size in shape) or not fits(expected, shape, learnt):
         return False
-    learnt = dict(sizes)
-    for size, actual in zip(expected, shape, strict=True):
-        if isinstance(size, tirx.Var):
-            learnt.setdefault(size, actual)
-    known = [evaluate(size, learnt) for size in expected]
-    if any(size not in (None, actual) for size, actual in zip(known, shape, strict=True)):
+    if any(evaluate(size, learnt) not in (None, actual) for size, actual in zip(expected, shape, strict=True)):
         return False
     sizes.update(learnt)
     return True
-
-
-def _words(param: Param, sizes: Sizes) -> str:
-    parts = [f"{size}={sizes[size]}" if size in sizes else str(size) for size in param.shape or ()]
-    return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
 
 
 def _candidates(found: Mapping[int, str]) -> str:
@@ -163,4 +153,4 @@ def _candidates(found: Mapping[int, str]) -> str:
 
 def _say(signature: Signature) -> str:
     name, param = next(iter(signature.tensors.items()))
-    return f"say the whole tensors' shapes: local(..., shapes={{{name!r}: {_words(param, {})}}}), or pass DTensors"
+    return f"say the whole tensors' shapes: local(..., shapes={{{name!r}: {words(param.shape)}}}), or pass DTensors"

@@ -126,12 +126,8 @@ class RankPort:
         return Tiling(self.port.refined, self.port.torch_dtype(), self.port.sharding, self._ranks.rank)
 
     def _changed(self, local: torch.Tensor, to: Sharding) -> torch.Tensor:
-        """The part in another layout. All ranks have to ask."""
-        tile = self._tiling.tile(local)
-        if to == self.port.sharding:
-            return self._tiling.valid(tile)
-        new = Tiling(self.port.refined, self.port.torch_dtype(), to, self._ranks.rank)
-        return new.valid(self._run.change(self._tiling, to, tile))
+        """The part (or tile) in another layout. All ranks have to ask."""
+        return self._run.changes.part(self._tiling, to, local)
 
     @cached_property
     def _valid(self) -> tuple[int, ...]:

@@ -69,11 +69,7 @@ class Sampling:
 
     def tokens(self, logits: torch.Tensor, number: int, first: int = 0) -> torch.Tensor:
         """The next token of each row of the logits (batch, vocabulary), the `number`th of those drawn in it. Rows are
-        counted from `first`.
-
-        Raises:
-            MeshTensorError: logits that are NaN, or rows without a finite one.
-        """
+        counted from `first`. Refused: logits that are NaN, or rows without a finite one."""
         self.checked(logits, number)
         if self.temperature == 0:
             return logits.argmax(dim=-1)

@@ -232,10 +232,6 @@ def _space(pieces: ModelPieces, devices: int, batch: int, only: Mapping[str, Any
     return replace(made, **{name: tuple(value) for name, value in only.items()})  # type: ignore[arg-type]  # by name
 
 
-def _choice(row: Mapping[str, Any]) -> Choice:
-    return Choice(**{**row, "parts": tuple(Part(**part) for part in row["parts"])})
-
-
 def _rank(objective: str) -> Rank:
     if objective == "memory":
         return lambda e: (e.memory, e.time, e.choice)
@@ -253,7 +249,9 @@ def _question(pieces: ModelPieces, machine: Machine, batch: int, options: Traini
 
 def _plan(row: Mapping[str, Any], pieces: ModelPieces) -> Estimate:
     """What a search wrote of a plan."""
-    choice, layers = _choice({each.name: row[each.name] for each in fields(Choice)}), tuple(row["layers"])
+    stated = {each.name: row[each.name] for each in fields(Choice)}
+    parts, layers = tuple(Part(**part) for part in stated["parts"]), tuple(row["layers"])
+    choice = Choice(**{**stated, "parts": parts})
     hash(choice)  # else it is none
     whole = all(type(count) is int and count >= 0 for count in layers) and sum(layers) == pieces.layers.count
     if not whole or len(layers) != choice.stages:

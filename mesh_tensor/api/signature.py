@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tvm import tirx
 
-from mesh_tensor.annotations.annotate import evaluate, symbols
+from mesh_tensor.annotations.annotate import evaluate, fits, symbols
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
@@ -94,7 +94,7 @@ class Signature:
         for name, param in self.tensors.items():
             expected = tuple(evaluate(size, sizes) for size in param.shape or ())
             if name in args and (actual := tuple(args[name].shape)) != expected:
-                fact = f"parameter {name!r}: shape {actual}, but expected {expected} = {_words(param.shape)}"
+                fact = f"parameter {name!r}: shape {actual}, but expected {expected} = {words(param.shape)}"
                 problems.append((fact, "pass tensors of the expected shapes"))
         return problems
 
@@ -125,8 +125,8 @@ def _check(
     dtype = torch_dtype(param.dtype)
     if value.dtype != dtype:
         return f"dtype {dtype_name(value.dtype)}, but expected {dtype_name(dtype)}", f"convert it with .to({dtype})"
-    if not _fits(param.shape, value.shape, sizes):
-        expected = _words(param.shape, sizes)
+    if not fits(param.shape, value.shape, sizes):
+        expected = words(param.shape, sizes)
         return f"shape {tuple(value.shape)}, but expected {expected}", "pass tensors of the expected shapes"
     if value.device != device:
         return f"on device {value.device}, but expected {device}", f"move it with .to({str(device)!r})"
@@ -155,21 +155,8 @@ def _check_scalar(param: Param, value: Any, sizes: Sizes) -> tuple[str, str] | N
     return None
 
 
-def _fits(shape: Sequence[Any], actual: Sequence[int], sizes: Sizes) -> bool:
-    """Whether constants and symbols agree; learns what the symbols are. Expressions are checked later."""
-    if len(shape) != len(actual):
-        return False
-    learnt = dict(sizes)
-    for expected, size in zip(shape, actual, strict=True):
-        if isinstance(expected, tirx.Var):
-            expected = learnt.setdefault(expected, int(size))
-        if isinstance(expected, int) and expected != size:
-            return False
-    sizes.update(learnt)
-    return True
-
-
-def _words(shape: Sequence[Any] | None, sizes: Mapping[tirx.Var, int] | None = None) -> str:
+def words(shape: Sequence[Any] | None, sizes: Mapping[tirx.Var, int] | None = None) -> str:
+    """A shape, with what is known of its symbols."""
     parts = [f"{size}={sizes[size]}" if sizes and size in sizes else str(size) for size in shape or ()]
     return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
 

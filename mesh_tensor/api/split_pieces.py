@@ -102,8 +102,8 @@ class SplitPieces:
         machine, here, among = self._pieces.machine, few.here, many is not None
         many = few if many is None else many
         share = 0.0 if many.rows == few.rows else (shape.rows - few.rows) / (many.rows - few.rows)
-        mesh, names = Mesh({**here.mesh.shape, DATA: shape.data}), weights_of(here)
-        tiles = {name: _on(here.layouts[name], mesh).tile_shape(here.types[name][0]) for name in names}
+        mesh, names, lies = Mesh({**here.mesh.shape, DATA: shape.data}), weights_of(here), here.layouts
+        tiles = {n: Sharding.of(mesh, lies[n].ndim, lies[n].placements()).tile_shape(here.types[n][0]) for n in names}
         ends = [(few.runs[kind], many.runs[kind]) for kind in few.runs]
         seconds = [_seconds(each, share, mesh, machine, among) for each in ends]
         times: dict[str, Any] = dict(zip(map(_TIMES.__getitem__, few.runs), seconds, strict=True))
@@ -128,15 +128,11 @@ def layouts_over_data(
     return found
 
 
-def _on(layout: Sharding, mesh: Mesh) -> Sharding:
-    return Sharding.of(mesh, layout.ndim, layout.placements())
-
-
 def _seconds(runs: tuple[Simulation, Simulation], share: float, mesh: Mesh, machine: Machine, among: bool) -> float:
     """What a fragment takes between, or beyond, two numbers of rows: where its steps are the same, each takes that."""
     ends = [_events(run, mesh, machine) for run in runs]
     low, high = (run.time - _played(run.events, machine) for run in runs)
-    if _alike(*ends):
+    if [event[::2] for event in ends[0]] == [event[::2] for event in ends[1]]:
         pairs = zip(*ends, strict=True)
         ends = [[one._replace(seconds=_mixed(one.seconds, other.seconds, share)) for one, other in pairs]]
     took = []
@@ -144,10 +140,6 @@ def _seconds(runs: tuple[Simulation, Simulation], share: float, mesh: Mesh, mach
         alone = _played(events, machine)
         took.append(_played(_twice(events, run), machine) - alone if among else alone)
     return _mixed(took[0], took[-1], share) + _mixed(low, high, share)
-
-
-def _alike(few: Sequence[Event], many: Sequence[Event]) -> bool:
-    return [event[::2] for event in few] == [event[::2] for event in many]
 
 
 def _played(events: Sequence[Event], machine: Machine) -> float:

@@ -57,11 +57,8 @@ class ImportedLoss:
 @contextmanager
 def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = True) -> Iterator[ImportedLoss]:
     """The module of a model and its loss; while it is used, the model's buffers are as one step leaves them, and
-    afterwards as they were. `gradients`: these can be taken of torch's loss, for which activations are held.
-
-    Raises:
-        MeshTensorError: the model is none of torch's, there are no inputs, or it can't be imported.
-    """
+    afterwards as they were. `gradients`: these can be taken of torch's loss, for which activations are held. Refused
+    where the model is none of torch's, there are no inputs, or it can't be imported."""
     if not isinstance(model, nn.Module):
         refuse(
             f"training_step takes a torch model, not a {type(model).__name__}",

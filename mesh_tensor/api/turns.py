@@ -21,11 +21,8 @@ class Turns:
     def one(self, what: str, given: Iterable[Any] = (), *, of_several: bool = False) -> Iterator[None]:
         """Within, no other thread has a turn, nor this one another: code of a caller's that runs on the way, or as
         Python collects garbage, might take it. `of_several`: what is made of calls that take turns themselves. It does
-        not wait for one: on ranks, threads of several orders would wait for each other.
-
-        Raises:
-            MeshTensorError: another thread has one, or this thread's is closed.
-        """
+        not wait for one: on ranks, threads of several orders would wait for each other. Refused where another thread
+        has one, or this thread's is closed."""
         with self._as_call(given):
             self._take(what)
         try:

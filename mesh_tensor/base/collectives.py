@@ -128,11 +128,7 @@ class Reach:
 
 @lru_cache(maxsize=4096)
 def reach(machine: Machine, mesh: Mesh, axes: tuple[str, ...]) -> Reach:
-    """How far the groups along `axes` reach.
-
-    Raises:
-        MeshTensorError: nothing connects as many devices.
-    """
+    """How far the groups along `axes` reach. Refused where nothing connects as many devices."""
     stride, places = 1, []
     for axis in reversed(mesh.axis_names):
         size = mesh.size(axis)

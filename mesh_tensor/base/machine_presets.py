@@ -172,11 +172,7 @@ def to_text(machine: Machine) -> str:
 
 
 def from_text(text: str) -> Machine:
-    """The machine that `to_text` gave as text.
-
-    Raises:
-        MeshTensorError: lists everything that is wrong with the text.
-    """
+    """The machine that `to_text` gave as text. The refusal lists everything that is wrong with the text."""
     try:
         given = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:

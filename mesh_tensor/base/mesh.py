@@ -154,7 +154,7 @@ def _checked_axes(axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     for name, size in axes.items():
         if not isinstance(name, str) or not name:
             problems.append(f"axis name {shown(name)} is not a non-empty str")
-        number = _as_int(size)
+        number = as_int(size)
         if number is None:
             problems.append(f"axis {name!r} has size {shown(size)}, which is not an int")
         elif number < 1:
@@ -166,7 +166,8 @@ def _checked_axes(axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(items)
 
 
-def _as_int(value: object) -> int | None:
+def as_int(value: object) -> int | None:
+    """The number that it is; None if it is none, or a truth value."""
     if isinstance(value, bool):
         return None
     try:

@@ -33,11 +33,8 @@ class Optimizer:
 
     @staticmethod
     def make(name: str, **options: float | bool | tuple[float, float]) -> Optimizer:
-        """The optimizer of that name; options that are left out are torch's.
-
-        Raises:
-            MeshTensorError: there is no such optimizer, it does not have an option, or one has no such value.
-        """
+        """The optimizer of that name; options that are left out are torch's. Refused where there is no such optimizer,
+        it does not have an option, or one has no such value."""
         if name not in OPTIMIZERS:
             refuse(
                 f"there is no optimizer {name!r}{did_you_mean(name, OPTIMIZERS)}",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import MeshTensorError, did_you_mean, listing, refuse, shown
-from .mesh import Mesh
+from .mesh import Mesh, as_int
 from .reductions import PARTIAL_OPS
 
 _OPS_OF_TORCH = {theirs: ours for ours, theirs in PARTIAL_OPS.items()}
@@ -187,19 +186,12 @@ def _normal(axis: str, placement: Placement, ndim: int) -> Placement:
         refuse(f"axis {axis!r} is partial with unknown op {shown(placement.op)} {known}")
     if not isinstance(placement, Shard):
         return placement
-    dim = None if isinstance(placement.dim, bool) else _as_int(placement.dim)
+    dim = as_int(placement.dim)
     if dim is None:
         refuse(f"axis {axis!r} is given dim {shown(placement.dim)}; an axis splits one dim, which is an int, or None")
     if not -ndim <= dim < ndim:
         refuse(f"axis {axis!r} splits dim {dim}, but there are {ndim} dims")
     return Shard(dim % ndim, placement.minor)
-
-
-def _as_int(value: Any) -> int | None:
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def _in_words(placement: Placement) -> str:

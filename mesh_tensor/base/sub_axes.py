@@ -41,11 +41,8 @@ class Refinement:
 
     @staticmethod
     def by_names(base: Mesh, names: Iterable[Any]) -> Refinement:
-        """The coarsest one in which all of these sub-axes are made of whole axes; other names don't matter.
-
-        Raises:
-            MeshTensorError: they are no parts of their axes, or overlap.
-        """
+        """The coarsest one in which all of these sub-axes are made of whole axes; other names don't matter. Refused
+        where they are no parts of their axes, or overlap."""
         found = {str(name): part for name in names if (part := named_part(base, name)) is not None}
         problems = [
             f"{name!r} is no sub-axis of {axis!r}: ({before}) times {size} does not divide {base.size(axis)} devices"
@@ -94,11 +91,8 @@ class Refinement:
         return tuple(inside)
 
     def expanded(self, by_axis: Mapping[Any, Any]) -> dict[Any, Any]:
-        """What is stated of axes and sub-axes, of the axes of `mesh`.
-
-        Raises:
-            MeshTensorError: an axis is given two values, because sub-axes overlap.
-        """
+        """What is stated of axes and sub-axes, of the axes of `mesh`. Refused where an axis is given two values,
+        because sub-axes overlap."""
         made: dict[Any, Any] = {}
         for name, value in by_axis.items():
             if isinstance(name, tuple):  # axes in that order

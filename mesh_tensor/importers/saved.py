@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from tvm import ir, relax, tirx
 from mesh_tensor.annotations.combination import states_combinations
 from mesh_tensor.annotations.names import check_module
 from mesh_tensor.base.errors import listing, refuse, shown
+from mesh_tensor.base.version import __version__
 
 from .saved_json import BadModule, checked, parse
 from .saved_probe import FileForm, tried
@@ -42,7 +42,7 @@ def save_module(mod: ir.IRModule, path: str | os.PathLike[str]) -> None:
     if path.suffix != ".json":
         refuse(f"{str(path)!r} does not end in .json", fix="name it so: load_module goes by that")
     document = json.loads(ir.save_json(mod))
-    header = {"format": FORMAT, "mesh_tensor": _version(), "tilelang": tilelang.__version__, "tvm": tvm.__version__}
+    header = {"format": FORMAT, "mesh_tensor": __version__, "tilelang": tilelang.__version__, "tvm": tvm.__version__}
     header[_CHECKSUM] = _checksum(header, checked(document))
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
@@ -171,7 +171,7 @@ def _vouched_for(document: dict[str, Any], text: str, path: Path) -> bool:
     found = header.get("format") if isinstance(header, dict) else None
     if found != FORMAT:
         refuse(
-            f"{str(path)!r} is of format {found!r:.80}, and mesh_tensor {_version()} reads format {FORMAT}",
+            f"{str(path)!r} is of format {found!r:.80}, and mesh_tensor {__version__} reads format {FORMAT}",
             fix="update mesh_tensor, or save the module again with this one",
         )
     if header.get(_CHECKSUM) != _checksum(header, text):
@@ -191,10 +191,6 @@ def _maker(document: dict[str, Any]) -> str:
     metadata = document.get("metadata") or document.get("attrs")  # older TVMs call it attrs
     version = metadata.get("tvm_version") if isinstance(metadata, dict) else None
     return version[:40] if isinstance(version, str) else "an unknown version"
-
-
-def _version() -> str:
-    return importlib.metadata.version("mesh-tensor")
 
 
 FIX_OF_TEXT = (

@@ -25,11 +25,8 @@ from .view import check_local_layouts
 
 def decide(ruled: Ruled, whole: Mapping[Dim, str], *, strict: bool, split: Mapping[str, Dim] | None = None) -> Part:
     """The kernel as one part, none of whose dims in `whole` is split; `split` is what axes split, if that is known.
-
-    Raises:
-        MeshTensorError: `strict`, and something would have to be moved; or a kernel over tiles that means something
-            else on its tiles.
-    """
+    Refused where `strict` asks for that and something would have to be moved, or where a kernel over tiles means
+    something else on its tiles."""
     analysis = ruled.analysis
     part = decide_part(ruled, analysis, whole, _fixed(ruled, split), in_place=strict)
     if strict or ruled.kernel.reading.over_tiles:
@@ -96,11 +93,8 @@ def _check_over_tiles(ruled: Ruled, analysis: Analysis, assignment: Assignment) 
 
 
 def check_strict(name: str, assignment: Assignment, asked: Mapping[str, Sharding], mesh: Mesh) -> None:
-    """Refuse inputs that would be gathered or exchanged, and outputs that would be gathered.
-
-    Raises:
-        MeshTensorError: lists every buffer, dim and axis that can't lie as annotated, with the reason.
-    """
+    """Refuse inputs that would be gathered or exchanged, and outputs that would be gathered. The refusal lists every
+    buffer, dim and axis that can't lie as annotated, with the reason."""
     problems = []
     for layouts, is_output in ((assignment.needed, False), (assignment.produced, True)):
         for param, layout in layouts.items():

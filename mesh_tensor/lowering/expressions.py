@@ -11,7 +11,7 @@ from mesh_tensor.rules.kernel.lookups import without_wrap
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement
 from mesh_tensor.tir.effects import thread_indices
-from mesh_tensor.tir.nodes import loads, nodes
+from mesh_tensor.tir.nodes import DIVISIONS, loads, nodes
 from mesh_tensor.tir.prover import Prover
 
 from .splits import Shrink, Split
@@ -219,5 +219,5 @@ def contains_load(expr: tirx.PrimExpr) -> bool:
 
 def has_trap(expr: tirx.PrimExpr) -> bool:
     """Whether evaluating the expression on garbage could stop the program: integer division by something loaded."""
-    divisions = nodes(expr, tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
+    divisions = nodes(expr, *DIVISIONS)
     return any(d.dtype.startswith(("int", "uint")) and not isinstance(d.b, tirx.IntImm) for d in divisions)

@@ -35,11 +35,8 @@ class LoweredGrids(LocalView):
 
 def lower_grids(func: tirx.PrimFunc, grids: Grids, lower: Callable[[tirx.PrimFunc], Lowered]) -> LoweredGrids:
     """Lower each of an annotated function's kernels. What is not annotated stays as the kernel that made it left it.
-
-    Raises:
-        MeshTensorError: one can't be lowered; they are written over tiles; or one needs what was in memory of the
-            function's own before any wrote to it. (What no kernel writes of it is 0.)
-    """
+    Refused where one can't be lowered, they are written over tiles, or one needs what was in memory of the function's
+    own before any wrote to it. (What no kernel writes of it is 0.)"""
     name = function_name(func)
     mesh, annotations = read_annotations(func)
     if func.attrs and TILES_ATTR in func.attrs:

@@ -115,11 +115,8 @@ class TileCalls:
         self._of: dict[ExplicitStep, tuple[TileCall, ...]] = {}
 
     def of(self, step: ExplicitStep) -> tuple[TileCall, ...]:
-        """The calls that a step, which runs no kernel, is made of; the last one gives its results.
-
-        Raises:
-            MeshTensorError: TVM infers another tile than was decided.
-        """
+        """The calls that a step, which runs no kernel, is made of; the last one gives its results. Refused where TVM
+        infers another tile than was decided."""
         if step not in self._of:
             layouts = tuple(self._layout(form) for form in (*step.inputs, *step.outputs))
             key = (type(step), step.kind, layouts)

@@ -28,12 +28,8 @@ from .view import check_local_layouts
 
 
 def make_local(cut: Parts) -> LocalParts | Unsplittable:
-    """The parts in local view.
-
-    Raises:
-        MeshTensorError: a kernel over tiles would need them in another layout; or nothing is split, and the kernel
-            can't be written all the same.
-    """
+    """The parts in local view. Refused where a kernel over tiles would need them in another layout, or nothing is split
+    and the kernel can't be written all the same."""
     kernel, made = cut.ruled.kernel, []
     for index, part in enumerate(cut.parts):
         if kernel.reading.over_tiles:

@@ -16,6 +16,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.redistribution.plan import Move
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import exchange_buffers, region_call, sequence
+from mesh_tensor.tir.tile_position import register_op
 from mesh_tensor.tir.views import declared
 
 from .cut import make_param
@@ -166,11 +167,7 @@ NAMES = (*COLLECTIVES, "broadcast")
 def register() -> None:
     """Make the operators known to TVM; doing so again changes nothing."""
     for name in NAMES:
-        full = f"mesh.{name}"
-        if full not in ir.Op.list_op_names():
-            ir._ffi_api.RegisterOp(full, f"mesh collective {name}")
-            ir.register_op_attr(full, "TCallEffectKind", tirx.CallEffectKind.Opaque.value)
-            ir.register_op_attr(full, "TScriptPrinterName", full)
+        register_op(f"mesh.{name}", f"mesh collective {name}", tirx.CallEffectKind.Opaque)
 
 
 def collective_block(move: Move, src: tirx.Buffer, dst: tirx.Buffer, before: Sharding | None = None) -> tirx.Stmt:

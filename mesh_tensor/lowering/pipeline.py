@@ -48,11 +48,8 @@ from .view import over_tiles, read_view, refuse_views_of_tiles
 
 def read(func: tirx.PrimFunc, view: str, machine: Machine | None = None) -> Annotated:
     """The kernel as its annotations state it, written over whole tensors or over tiles (`view`: auto, global, local);
-    it is decided by what is cheap on the machine.
-
-    Raises:
-        MeshTensorError: no or invalid annotations, an unknown view, or one that doesn't fit the kernel's loops.
-    """
+    it is decided by what is cheap on the machine. Refused: no or invalid annotations, an unknown view, or one that
+    doesn't fit the kernel's loops."""
     mesh, annotations = read_annotations(func)
     asked = {name: annotation.sharding for name, annotation in annotations.items()}
     refuse_views_of_tiles(func, asked, view)
@@ -152,11 +149,8 @@ Record = TypeVar("Record")
 
 
 def verified(record: Record) -> Record:
-    """The record, of which all holds that its stage promises.
-
-    Raises:
-        VerificationError: lists what does not, if every lowering is to be checked.
-    """
+    """The record, of which all holds that its stage promises. Raises a VerificationError that lists what does not, if
+    every lowering is to be checked."""
     check = _CHECKS.get(type(record))
     if check is not None and enabled():
         raise_on(list(check(record)), f"the record {type(record).__name__}")

@@ -171,7 +171,8 @@ class Shrink:
                 return
             new = ceildiv(split.tile, coefficient)
             if position:
-                new = tirx.min(old, new) if not _are_ints(old, new) else tirx.IntImm("int32", min(int(old), int(new)))
+                are_ints = isinstance(old, tirx.IntImm) and isinstance(new, tirx.IntImm)
+                new = tirx.IntImm("int32", min(int(old), int(new))) if are_ints else tirx.min(old, new)
             self.extents[var] = new
             last_loop = position >= len(terms) - 2
             if last_loop or not is_const(new, 1):
@@ -226,7 +227,3 @@ def _largest(sizes: list[tirx.PrimExpr], buffer: tirx.Buffer) -> tirx.PrimExpr:
     if all(isinstance(s, tirx.IntImm) for s in simplified):
         return max(simplified, key=int)
     raise Blocked(f"{buffer.name} holds the whole dim on chip, and its tile has no constant size")
-
-
-def _are_ints(*exprs: tirx.PrimExpr) -> bool:
-    return all(isinstance(e, tirx.IntImm) for e in exprs)

@@ -43,11 +43,8 @@ _PARTS: dict[tuple[type, ...], tuple[str, ...]] = {
 def check_positions(
     name: str, analysis: Analysis, splits: SplitFactors, asked: Mapping[str, Sharding], shapes: Mapping[str, tuple]
 ) -> None:
-    """Every position in the kernel means the same on all meshes.
-
-    Raises:
-        MeshTensorError: lists the loops whose position is used otherwise.
-    """
+    """Every position in the kernel means the same on all meshes. The refusal lists the loops whose position is used
+    otherwise."""
     check = _Check(analysis, splits, asked, shapes)
     problems = [*check.unlike(), *check.lanes(), *check.overruns(), *check.uses()]
     if problems:

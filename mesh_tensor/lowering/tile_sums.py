@@ -148,11 +148,8 @@ class TileSums:
 
 
 def check_stores(name: str, analysis: Analysis, splits: SplitFactors, asked: Mapping[str, Sharding]) -> None:
-    """Devices that hold the same part of a tensor store the same into it.
-
-    Raises:
-        MeshTensorError: lists the tensors, and the axes along which what is stored into them differs.
-    """
+    """Devices that hold the same part of a tensor store the same into it. The refusal lists the tensors, and the axes
+    along which what is stored into them differs."""
     problems = list(_Stores(analysis, splits, asked).problems())
     if problems:
         refuse(

@@ -172,11 +172,7 @@ def _walks(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> _Walks:
 
 def refuse_views_of_tiles(func: tirx.PrimFunc, asked: dict[str, Sharding], view: str) -> None:
     """In a kernel over tiles a view is one of the tile, whose rows are shorter than the tensor's where a dim after the
-    first one is split: the same view of the tensor is not that.
-
-    Raises:
-        MeshTensorError: there are such views; they are named.
-    """
+    first one is split: the same view of the tensor is not that. Refused where there are such views, by name."""
     if view == "global" or (view == "auto" and not (func.attrs is not None and TILES_ATTR in func.attrs)):
         return
     facts = [
@@ -248,10 +244,7 @@ def _check_helpers(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> None:
 
 def check_local_layouts(name: str, assignment: Assignment, asked: Mapping[str, Sharding]) -> None:
     """A kernel over tiles takes and leaves its tiles as they lie: nothing can be gathered before it, or split after it.
-
-    Raises:
-        MeshTensorError: lists the buffers that the kernel uses in another layout than annotated.
-    """
+    The refusal lists the buffers that the kernel uses in another layout than annotated."""
     for layouts in (assignment.needed, assignment.produced):
         problems = []
         for param, layout in layouts.items():

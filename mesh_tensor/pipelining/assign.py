@@ -33,11 +33,8 @@ def assign(flow: Flow, stages: Sequence[NamedStage], inputs: Sequence[str]) -> S
 
     A stage computes its named values and what these need, as far as no stage before it does. What comes after all named
     values stays where its operands are, in the last of their stages; what has none of them is computed where it is
-    used. `inputs` are the parameters that are no weights.
-
-    Raises:
-        MeshTensorError: a name means no value, or is in two stages; a stage needs what a later one computes.
-    """
+    used. `inputs` are the parameters that are no weights. Refused where a name means no value or is in two stages, or a
+    stage needs what a later one computes."""
     stated = _stated(flow, stages)
     return spread(flow, _closed(flow, stated, len(stages), set(inputs)), len(stages))
 

@@ -27,11 +27,8 @@ _MOST = 400  # places where cuts are tried: those over which the least goes
 
 def balanced_stages(flow: Flow, count: int, inputs: Sequence[str], machine: Machine) -> list[NamedStage]:
     """The function in `count` stages. A stage takes as long as its operators on one device of the machine, and as what
-    goes over its two ends (as much comes back, where gradients do) needs over its outermost link.
-
-    Raises:
-        MeshTensorError: there are fewer places to cut, or sizes are open.
-    """
+    goes over its two ends (as much comes back, where gradients do) needs over its outermost link. Refused where there
+    are fewer places to cut, or sizes are open."""
     varying = flow.below(inputs)
     used = flow.above(flow.returned)  # what is written besides comes where its operands are
     names = [name for name in flow.bindings if name in varying and name in used]
@@ -118,10 +115,7 @@ def place(
     topology: Topology, stages: Sequence[str | None], schedule: Schedule | str, microbatches: int
 ) -> tuple[list[str], Schedule]:
     """The mesh of every stage, and the schedule. Stages whose mesh isn't stated are where the schedule has them.
-
-    Raises:
-        MeshTensorError: the schedule has other stages, meshes or microbatches, or has stages elsewhere than stated.
-    """
+    Refused where the schedule has other stages, meshes or microbatches, or has stages elsewhere than stated."""
     stated = [mesh for mesh in stages if mesh is not None]
     unknown = [f"stage {i} is on {shown(mesh)}" for i, mesh in enumerate(stages) if mesh and mesh not in topology]
     if unknown:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from mesh_tensor.base.joined import Joined
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.window import EVERYWHERE, Reaches
 from mesh_tensor.rules.operator import OpRule
@@ -92,14 +93,7 @@ class Atoms:
         """The (value, atom) which some operator needs or makes whole, there or where it has spread to: the number of
         parts that a fused layer is split into. What is made of nothing (a range) is cut for nothing. Devices of a
         manual computation are split, whatever needs them whole."""
-        parent: dict[tuple[Value, int], tuple[Value, int]] = {}
-
-        def find(atom: tuple[Value, int]) -> tuple[Value, int]:
-            while (above := parent.setdefault(atom, atom)) != atom:
-                parent[atom] = atom = parent[above]
-            return atom
-
-        whole = []
+        joined, whole = Joined[tuple[Value, int]](), []
         for node, rule in self.rules.items():
             at: dict[str, tuple[Value, int]] = {}
             for value, factors in zip((*node.inputs, *node.outputs), (*rule.followed, *rule.outputs), strict=True):
@@ -107,9 +101,9 @@ class Atoms:
                     if factor is None:
                         whole += [(value, position)] if node.inputs else []
                     elif factor not in rule.fixed.values():
-                        parent[find((value, position))] = find(at.setdefault(factor, (value, position)))
-        found = {find(atom) for atom in whole}
-        return frozenset(atom for atom in parent if find(atom) in found)
+                        joined.join(at.setdefault(factor, (value, position)), (value, position))
+        found = {joined.root(atom) for atom in whole}
+        return frozenset(atom for atom in joined if joined.root(atom) in found)
 
     def positions(self, value: Value, dim: int) -> range:
         """Where the atoms of a dim stand in `shape`."""

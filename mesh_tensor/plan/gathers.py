@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 
+from mesh_tensor.annotations.names import Fresh
 from mesh_tensor.base.collectives import BETWEEN
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.placement import Replicate, Shard
@@ -43,7 +43,8 @@ class _Swaps:
         self._known: dict[tuple[Value, Sharding, str, Scopes], tuple[int, Form]] = {}
         self._products = 0
         forms = [form for step in made.steps for form in step.outputs]
-        self._names = {f.name for f in (*made.params, *made.constants, *forms)} | {v.name for v in made.graph.values()}
+        taken = [form.name for form in (*made.params, *made.constants, *forms)]
+        self._fresh = Fresh([*taken, *(value.name for value in made.graph.values())])
         self.steps = [new for step in made.steps for new in self._noted(step)]
 
     def _noted(self, step: ExplicitStep) -> Iterator[ExplicitStep]:
@@ -67,19 +68,12 @@ class _Swaps:
             sharding = sharding.with_replicate(axis)
         at, whole = self._known.get((source.value, sharding, source.dtype, step.scopes), (0, None))
         if whole is None or self._products - at > _AGAIN:
-            whole = Form(self._name(source), source.value, sharding, source.dtype)
+            whole = Form(self._fresh.name(source.value.name), source.value, sharding, source.dtype)
             move = replace(step.move, after=sharding, src_dim=dim)
             yield from self._noted(Change(source, whole, step.scopes, move, step.reason))
         run = self._transposes[step.src]
         split = {axis: factor for axis, factor in run.split.items() if axis not in step.move.axes}
         yield Run(run.node, (whole,), (step.dst,), split)
-
-    def _name(self, source: Form) -> str:
-        """The next name of a form of that value."""
-        found = (f"{source.value.name}_{number}" for number in count(1))
-        name = next(name for name in found if name not in self._names)
-        self._names.add(name)
-        return name
 
     def _transposed(self, step: ExplicitStep) -> Form | None:
         """What is gathered after it was transposed, if it lies so that it can be before."""

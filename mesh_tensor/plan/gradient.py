@@ -95,11 +95,8 @@ class _Kept(Mapping[Value, relax.Expr]):
 
 
 def taken_backward(mod: ir.IRModule, function: str, wrt: Sequence[str]) -> set[str]:
-    """The values of the function that the gradients of its first result are computed from, by name.
-
-    Raises:
-        MeshTensorError: as `gradient_function`.
-    """
+    """The values of the function that the gradients of its first result are computed from, by name. Refused as by
+    `gradient_function`."""
     func = gradient_function(mod, function, wrt)[function]
     bindings = [binding for block in func.body.blocks for binding in block.bindings]
     start = next(n for n, binding in enumerate(bindings) if binding.var.name_hint == SEED)
@@ -154,11 +151,8 @@ def reverse(
     known: Mapping[Value, relax.Expr] | None = None,
 ) -> None:
     """Add the gradients of `wrt`, and of all values between them and the values whose gradients are `seeds`. `known`:
-    the values of the forward part, as they are taken; None: as it made them.
-
-    Raises:
-        MeshTensorError: an operator between them has no gradient.
-    """
+    the values of the forward part, as they are taken; None: as it made them. Refused where an operator between them has
+    no gradient."""
     graph, env, writer = joint.graph, joint.env if known is None else known, joint.writer
     active, own = depending_on(graph, wrt), varying(graph)
     parts: dict[Value, list[relax.Expr]] = {value: [seed] for value, seed in seeds.items()}

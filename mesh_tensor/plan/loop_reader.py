@@ -51,12 +51,8 @@ class LoopReader:
         self._own: dict[tuple[int, int], set[str]] = {}  # the axes of what is carried: parameter, which of its tensors
 
     def read(self, args: Sequence[Tree]) -> Tree:
-        """What the call gives.
-
-        Raises:
-            MeshTensorError: steps are to be unrolled, and data says how many there are; the next step is not for
-                values of the same shapes; what says whether there is one is not one bool.
-        """
+        """What the call gives. Refused where steps are to be unrolled and data says how many there are, where the next
+        step is not for values of the same shapes, and where what says whether there is one is not one bool."""
         found, loops = self._found, self._reader.with_loops
         counter = found.counter([number_of(arg.data) if isinstance(arg, Value) else None for arg in args])
         steps = _MOST_STEPS + 1 if counter is None else counter.last - counter.first

@@ -38,11 +38,7 @@ class Region:
 
     @staticmethod
     def inside(outer: Region | None, axes: Mesh, mesh: Mesh, where: str) -> Region:
-        """That of a manual computation over `axes`.
-
-        Raises:
-            MeshTensorError: they are no axes of the mesh, or manual already.
-        """
+        """That of a manual computation over `axes`. Refused where they are no axes of the mesh, or manual already."""
         around = outer.manual if outer is not None else frozenset()
         problems = misplaced_axes(axes, mesh)
         problems += [f"axis {axis!r} is manual already, around it" for axis in axes if axis in around]
@@ -57,11 +53,8 @@ class Region:
 
 
 def manual_mesh(functions: Iterable[relax.Function]) -> Mesh:
-    """All manual axes of functions, in an order that is theirs everywhere; NO_AXES where there are none.
-
-    Raises:
-        MeshTensorError: an axis has several sizes, or there is no such order.
-    """
+    """All manual axes of functions, in an order that is theirs everywhere; NO_AXES where there are none. Refused where
+    an axis has several sizes, or there is no such order."""
     sizes: dict[str, set[int]] = {}
     order: TopologicalSorter[str] = TopologicalSorter()
     for func in functions:
@@ -113,11 +106,8 @@ def is_collective(call: relax.Call) -> bool:
 
 
 def comm_in(region: Region | None, call: relax.Call, mesh: Mesh, where: str) -> Comm:
-    """The collective that a call is.
-
-    Raises:
-        MeshTensorError: it stands outside of a manual computation, or goes over devices that are no group of it.
-    """
+    """The collective that a call is. Refused where it stands outside of a manual computation, or goes over devices that
+    are no group of it."""
     name = _name(call)
     if region is None:
         refuse(
@@ -183,11 +173,8 @@ class ManualReader:
         self._region, self._expression = region, expression
 
     def read(self, expr: relax.Call, name: str) -> Tree:
-        """What a manual computation gives, or a collective in one.
-
-        Raises:
-            MeshTensorError: axes, tiles or groups are not as they have to be, or a collective stands outside of one.
-        """
+        """What a manual computation gives, or a collective in one. Refused where axes, tiles or groups are not as they
+        have to be, or a collective stands outside of one."""
         if is_manual(expr):
             return self._manual(expr, name)
         return self._edge(expr, name) if is_edge(expr) else self._collective(expr, name)

@@ -34,10 +34,7 @@ class Devices:
     def edge(self, call: relax.Call, value: Value, where: str) -> Value:
         """What a call that leads into what devices have of their own, or out of it, makes of a value: as reverse passes
         write manual computations, which may know the axes in another order, and a gradient to be the same (0) for all.
-
-        Raises:
-            MeshTensorError: its axes are not the mesh's, or lead to where devices have their own already.
-        """
+        Refused where its axes are not the mesh's, or lead to where devices have their own already."""
         stated, enters = axes_in(call), not leaves_devices(call)
         axes = Mesh(stated)
         own = dict(self._varying.get(value, ()))
@@ -51,11 +48,8 @@ class Devices:
         return self._exposed(value, axes.axis_names)
 
     def tile(self, value: Value, layout: Sharding, what: str) -> Value:
-        """What every device has of a tensor in a layout over manual axes.
-
-        Raises:
-            MeshTensorError: tiles would not be of one shape, or the tensor is pending.
-        """
+        """What every device has of a tensor in a layout over manual axes. Refused where tiles would not be of one
+        shape, or the tensor is pending."""
         shape, mesh = value.type.shape, layout.mesh
         problems = [
             f"{what} is {list(shape)}, and {_named(layout, dim)} don't divide its dim {dim} of {size} evenly"
@@ -75,11 +69,8 @@ class Devices:
         return self._per_device(self._reshaped(value, apart), places)
 
     def whole(self, value: Value, layout: Sharding, what: str) -> Value:
-        """The tensor that the devices' values are tiles of.
-
-        Raises:
-            MeshTensorError: devices may have different values where the layout says that they have the same.
-        """
+        """The tensor that the devices' values are tiles of. Refused where devices may have different values where the
+        layout says that they have the same."""
         stated = {*layout.as_dict(), *(axis for axis, _ in layout.partial)}
         differ = [axis for axis, _ in self._varying.get(value, ()) if axis in layout.mesh and axis not in stated]
         if differ:
@@ -98,11 +89,7 @@ class Devices:
         return self._reshaped(turned, [size * layout.num_shards(dim) for dim, size in enumerate(shape)])
 
     def run(self, comm: Comm, value: Value, where: str) -> Value:
-        """What a collective makes of the devices' values.
-
-        Raises:
-            MeshTensorError: it can't be done with tiles of that shape.
-        """
+        """What a collective makes of the devices' values. Refused where it can't be done with tiles of that shape."""
         comm.shape(value.type.shape, where)
         run: Callable[[Comm, Value], Value] = getattr(self, comm.kind)  # a method for each
         return run(comm, value)

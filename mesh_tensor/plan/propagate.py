@@ -62,11 +62,8 @@ def propagate(graph: Graph, atoms: Atoms, late: Late | None = None) -> Layouts:
 
 
 def _state(graph: Graph, layouts: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
-    """The layouts of results that replace parameters in the next call: those of the parameters.
-
-    Raises:
-        MeshTensorError: a result replaces several, or is another one, and they lie differently.
-    """
+    """The layouts of results that replace parameters in the next call: those of the parameters. Refused where a result
+    replaces several, or is another one, and they lie differently."""
     found = {replaced: layouts[replaced] for replaced in graph.state}
     problems = []
     for replaced, result in graph.state.items():

@@ -36,12 +36,8 @@ def read_graph(
 ) -> Graph:
     """The Graph of a function of `mod`, with all calls of other Relax functions entered. `loops`: those that end by
     calling themselves are loops of the graph; else their steps are unrolled. `experts`: those of `mt.experts` are, too;
-    else each is one node.
-
-    Raises:
-        MeshTensorError: the function is missing or recursive, a size is symbolic, or an expression is no operator,
-            call, tuple or If.
-    """
+    else each is one node. Refused where the function is missing or recursive, a size is symbolic, or an expression is
+    no operator, call, tuple or If."""
     reader = GraphReader(mod, mesh, annotations, loops, experts)
     func = reader.function(function)
     params = [reader.parameter(function, var) for var in func.params[:]]

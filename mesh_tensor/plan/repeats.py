@@ -24,11 +24,8 @@ def called(value: relax.Expr) -> str:
 
 
 def kind_of(value: relax.Expr, refs: list[relax.Var]) -> tuple:
-    """All of an expression but its operands, which are added to `refs`: equal for those that do the same.
-
-    Raises:
-        UnknownKindError: it is none of those that are looked at.
-    """
+    """All of an expression but its operands, which are added to `refs`: equal for those that do the same. Raises
+    UnknownKindError where it is none of those that are looked at."""
     if isinstance(value, relax.Var):
         refs.append(value)
         return ("operand",)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from mesh_tensor.annotations.names import Fresh
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Replicate, Sharding, ceildiv
@@ -89,7 +90,7 @@ class _Writer:
         self._widened = widened_values(graph, graph.uses())
         self._forms: dict[Value, list[Form]] = {}
         self._fills: dict[tuple, Form] = {}
-        self._names: dict[str, int] = {}
+        self._fresh = Fresh([])
         self._open: list[_OpenLoop] = []  # the outermost first
         self._inside: dict[Form, int] = {}  # in how many loops it is made, if it is in any
         self._entered: set[Form] = set()  # what loops carry, as it is in there
@@ -276,19 +277,12 @@ class _Writer:
         keep: bool = True,
         inside: int | None = None,
     ) -> Form:
-        form = Form(self._unique(value.name), value, sharding, dtype or value.type.dtype)
+        form = Form(self._fresh.name(value.name), value, sharding, dtype or value.type.dtype)
         if depth := len(self._open) if inside is None else inside:
             self._inside[form] = depth
         if keep:
             self._forms.setdefault(value, []).append(form)
         return form
-
-    def _unique(self, name: str) -> str:
-        while name in self._names:
-            self._names[name] += 1
-            name = f"{name}_{self._names[name]}"
-        self._names[name] = 0
-        return name
 
 
 def _needed(made: ExplicitGraph) -> list[ExplicitStep]:

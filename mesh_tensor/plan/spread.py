@@ -235,10 +235,7 @@ def tensors_of(node: Node, rule: NodeRule) -> Iterator[tuple[Value, AtomFactors]
 def refine_sharding(sharding: Sharding, value: Value, atoms: Atoms) -> dict[str, int]:
     """The atom that each axis of a stated layout splits: of the dim that it names, the first atom that the axes on it
     divide evenly, else the first that is large enough; those that some operator on their way needs whole come last.
-
-    Raises:
-        MeshTensorError: the layout is for another number of dims.
-    """
+    Refused where the layout is for another number of dims."""
     if sharding.ndim != value.type.ndim:
         refuse(
             f"'{sharding}' is a layout of {sharding.ndim} dims",

@@ -17,7 +17,7 @@ from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
 from mesh_tensor.rules.kernel.statements import Statement, body_statements
 from mesh_tensor.rules.operator.rule import Dim, OpRule
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.rewrite import replace_block, sequence, with_indices
+from mesh_tensor.tir.rewrite import parallel_nest, replace_block, row_by_row, sequence, with_indices
 
 from .tir_nests import compact
 from .wiring import Sizes
@@ -105,8 +105,8 @@ class _Apart:
         stmt = ir_transform(stmt, None, self._access, ["tirx.BufferLoad", "tirx.BufferStore"])
         stmt = ir_transform(stmt, None, self._loop, ["tirx.For"])
         for var in self._firsts:
-            stmt = _nest(self._vars[var][1:], self._by_var[var][1:], stmt)
-        return substitute(stmt, {var: self._position(var) for var in self._by_var})
+            stmt = parallel_nest(self._vars[var][1:], self._by_var[var][1:], stmt, tirx.ForKind.SERIAL)
+        return substitute(stmt, {var: row_by_row(self._vars[var], sizes) for var, sizes in self._by_var.items()})
 
     def _access(self, node: tirx.BufferLoad | tirx.BufferStore) -> object:
         indices: list[tirx.PrimExpr] = []
@@ -116,19 +116,9 @@ class _Apart:
 
     def _loop(self, loop: tirx.For) -> tirx.Stmt | None:
         var = loop.loop_var
-        return _nest(self._vars[var], self._by_var[var], loop.body) if var in self._by_var else None
-
-    def _position(self, var: tirx.Var) -> tirx.PrimExpr:
-        position: tirx.PrimExpr = tirx.IntImm("int32", 0)
-        for part, size in zip(self._vars[var], self._by_var[var], strict=True):
-            position = position * size + part
-        return position
-
-
-def _nest(variables: Sequence[tirx.Var], sizes: Sequence[int], body: tirx.Stmt) -> tirx.Stmt:
-    for var, size in reversed(list(zip(variables, sizes, strict=True))):
-        body = tirx.For(var, 0, size, tirx.ForKind.SERIAL, body)
-    return body
+        if var not in self._by_var:
+            return None
+        return parallel_nest(self._vars[var], self._by_var[var], loop.body, tirx.ForKind.SERIAL)
 
 
 @lru_cache(maxsize=1024)

@@ -28,11 +28,7 @@ _MOST_GRID_DIMS = 3
 
 def kernel_of(stmts: Sequence[tirx.Stmt], buffers: Mapping[tirx.Buffer, tirx.Buffer], name: str) -> tirx.PrimFunc:
     """The kernel that runs statements of a TIR function on other buffers: from those that the statements use to the
-    kernel's parameters, in order.
-
-    Raises:
-        MeshTensorError: the statements are scheduled for threads.
-    """
+    kernel's parameters, in order. Refused where the statements are scheduled for threads."""
     grid, body = (_nest(stmts[0]) if len(stmts) == 1 else None) or ([], _flattened(stmts, name))
     body, threads = _framed(grid, _narrow_loops(exchange_buffers(body, buffers)))
     params = {tirx.Var(f"{buffer.name}_handle", "handle"): buffer for buffer in buffers.values()}

@@ -41,11 +41,7 @@ _TYPICAL = 1024
 def kernel_rule(node: Node, mesh: Mesh) -> OpRule:
     """How the dims of a kernel's operands and results relate. It minds its tiles' padding itself; tiles have to be
     contiguous along dims that can't be taken apart in it. Dims are in groups where the mesh's axes divide these.
-
-    Raises:
-        MeshTensorError: the kernel writes an operand, or needs what a result held before; the message names the
-        binding.
-    """
+    Refused where the kernel writes an operand, or needs what a result held before; the message names the binding."""
     assert node.kernel is not None
     try:
         analysis = analysed(node.kernel)
@@ -262,11 +258,8 @@ def _degrees(expr: tirx.PrimExpr, operands: list[tirx.Buffer]) -> frozenset[int]
 
 
 def node_rules(graph: Graph, *, replicate_unknown: bool) -> dict[Node, OpRule]:
-    """The rule of every node; alike calls have one.
-
-    Raises:
-        MeshTensorError: an operator has no rule, and is not to be taken as one that needs everything whole.
-    """
+    """The rule of every node; alike calls have one. Refused where an operator has no rule, and is not to be taken as
+    one that needs everything whole."""
     known: dict[tuple, OpRule] = {}
     rules = {}
     for node in graph.nodes:

@@ -23,6 +23,7 @@ from mesh_tensor.rules.operator.call import OpCall, op_call
 from mesh_tensor.tir.effects import side_effect, written
 from mesh_tensor.tir.memory import named
 from mesh_tensor.tir.nodes import function_name, nodes
+from mesh_tensor.tir.rewrite import row_by_row
 from mesh_tensor.tir.tile_position import helpers_in
 from mesh_tensor.tir.views import left_views, resolve_views
 
@@ -32,11 +33,8 @@ from .tir_nests import compact, is_count, kernel_of, loaded
 
 def expand_kernels(graph: Graph) -> None:
     """Put in place of each call of a TIR function one node per kernel. A node's kernel has the node's operands and then
-    its results as parameters, and no others.
-
-    Raises:
-        MeshTensorError: a function does not fit its call, or is scheduled for threads; the message names the binding.
-    """
+    its results as parameters, and no others. Refused where a function does not fit its call, or is scheduled for
+    threads; the message names the binding."""
     fresh = Fresh([value.name for value in graph.values()])
     graph.nodes = [made for node in graph.nodes for made in (_expanded(node, fresh) if node.kernel else [node])]
 
@@ -242,7 +240,7 @@ def is_reshape(kernel: tirx.PrimFunc) -> bool:
     analyzer = arith.Analyzer()
     for var, extent in loops.items():
         analyzer.bind(var, Range(0, extent))
-    return analyzer.can_prove_equal(_position(source, load.indices), _position(target, store.indices))
+    return analyzer.can_prove_equal(row_by_row(load.indices, _shape(source)), row_by_row(store.indices, _shape(target)))
 
 
 def _reaches_all(store: tirx.BufferStore, loops: dict[tirx.Var, int]) -> bool:
@@ -253,13 +251,6 @@ def _reaches_all(store: tirx.BufferStore, loops: dict[tirx.Var, int]) -> bool:
         for index, size in zip(store.indices, _shape(store.buffer), strict=True)
     )
     return whole and len(set(walked)) == len(walked)
-
-
-def _position(buffer: tirx.Buffer, indices: list[tirx.PrimExpr]) -> tirx.PrimExpr:
-    position: tirx.PrimExpr = tirx.IntImm("int32", 0)
-    for index, size in zip(indices, _shape(buffer), strict=True):
-        position = position * size + index
-    return position
 
 
 def _shape(buffer: tirx.Buffer) -> tuple[int, ...]:

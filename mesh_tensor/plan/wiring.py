@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mesh_tensor.base.joined import Joined
 from mesh_tensor.rules.operator import OpRule
 
 from .ir import Graph, Node, Value
@@ -113,45 +114,35 @@ class Wiring:
         return numbers | {factor: self._loose[node] + index for index, factor in enumerate(ties.loose)}
 
 
-class _Classes:
+class _Classes(Joined[int]):
     """Sets of dims and factors that have the same atoms. `cuts` of a set are the products of its last atoms."""
 
     def __init__(self) -> None:
-        self._parent: list[int] = []
+        super().__init__()
         self._size: list[int] = []
         self._cuts: list[frozenset[int]] = []
         self._kept: set[int] = set()
 
     def add(self, sizes: Sequence[int]) -> int:
         """New sets, of one dim or factor each, of these sizes. They are numbered on from what is given."""
-        first = len(self._parent)
-        self._parent.extend(range(first, first + len(sizes)))
+        first = len(self._size)
         self._size.extend(sizes)
         self._cuts.extend([frozenset()] * len(sizes))
         return first
 
-    def find(self, index: int) -> int:
-        while self._parent[index] != index:
-            self._parent[index] = index = self._parent[self._parent[index]]
-        return index
-
-    def join(self, a: int, b: int) -> None:
-        a, b = self.find(a), self.find(b)
-        self._parent[b] = a
-
     def keep(self, index: int) -> None:
         """Never cut a set."""
-        self._kept.add(self.find(index))
+        self._kept.add(self.root(index))
 
     def size(self, index: int) -> int:
-        return self._size[self.find(index)]
+        return self._size[self.root(index)]
 
     def cuts(self, index: int) -> frozenset[int]:
-        return self._cuts[self.find(index)]
+        return self._cuts[self.root(index)]
 
     def cut(self, index: int, cuts: frozenset[int]) -> bool | None:
         """Add cuts: True if that changed something, None if they don't go with those that are there."""
-        index = self.find(index)
+        index = self.root(index)
         size, together = self._size[index], self._cuts[index] | {c for c in cuts if 1 < c < self._size[index]}
         chain = [1, *sorted(together), size]
         if any(low == 0 or high % low for low, high in zip(chain, chain[1:], strict=False)):
@@ -163,7 +154,7 @@ class _Classes:
         return changed
 
     def atoms(self, index: int) -> Sizes:
-        index = self.find(index)
+        index = self.root(index)
         size, cuts = self._size[index], self._cuts[index]
         if not cuts or size == 0:
             return (size,)

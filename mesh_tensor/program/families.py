@@ -41,11 +41,7 @@ class PlanFamilies:
 
     @uncollected
     def of(self, sizes: Sizes) -> ModulePlan:
-        """The plan for these sizes.
-
-        Raises:
-            MeshTensorError: planning refuses the function for them.
-        """
+        """The plan for these sizes. Planning may refuse the function for them."""
         if self._small is None and not self._is_whole:
             if self._first is None:
                 self._first = sizes, self._plan(sizes, None, None)

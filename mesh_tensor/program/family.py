@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
-from mesh_tensor.plan.index_checks import IndexCheck
 from mesh_tensor.rules.operator.call import Structure
 
 from .from_graph import ModuleProgram, names_in
@@ -63,13 +62,13 @@ class Family:
             whole.program, values=sized, steps=tuple(made), decided=lambda: decided_in(known().made.program)
         )
         ports = zip(self.whole.ports, self.ports, strict=True)
-        checks = zip(self.whole.index_checks, self.checks, strict=True)
+        checks = zip(self.whole.index_checks, (small.index_checks[number] for number in self.checks), strict=True)
         return ModulePlan(
             replace(whole, program=program, constants=self._constants(small.made)),
             tuple([_as_port(port, small.ports[number]) for port, number in ports]),
             self.whole.params,
             self.whole.state,
-            tuple([_as_check(check, small.index_checks[number]) for check, number in checks]),
+            tuple([replace(check, size=its.size, lowest=its.lowest) for check, its in checks]),
             self.whole.base,
             known,
         )
@@ -95,10 +94,6 @@ def shaped(value: ProgramValue, shape: tuple[int, ...]) -> ProgramValue:
 
 def _as_port(port: Port, small: Port) -> Port:
     return port if port.dims == small.dims else replace(port, dims=small.dims)
-
-
-def _as_check(check: IndexCheck, small: IndexCheck) -> IndexCheck:
-    return replace(check, size=small.size, lowest=small.lowest)
 
 
 def _sized_op(step: OpStep, small: OpStep) -> OpStep:

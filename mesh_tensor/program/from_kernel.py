@@ -34,10 +34,7 @@ def lower_to_program(
     func: tirx.PrimFunc, strict: bool = False, view: str = "auto", machine: Machine | None = None
 ) -> Program:
     """Lower an annotated kernel without symbolic sizes to the Program that every device runs, planned for a machine.
-
-    Raises:
-        MeshTensorError: the kernel can't be lowered (see `lower`), or a size is symbolic.
-    """
+    Refused where the kernel can't be lowered (see `lower`), or a size is symbolic."""
     return Lowering(KernelLowering(view, machine), strict)(func).sized(())
 
 
@@ -66,10 +63,7 @@ def build_program(local: LocalView) -> Program:
 
 class OpenProgram:
     """The Program of a kernel in local view, whose `symbols` are still open: `sized` fills them in, and does no more.
-
-    Raises:
-        MeshTensorError: there are other symbols in the shapes of its tensors.
-    """
+    Refused where there are other symbols in the shapes of its tensors."""
 
     def __init__(self, local: LocalView, symbols: Sequence[tirx.Var] = ()) -> None:
         self._name, self._mesh, self._decisions = local.name, local.mesh, local.decisions

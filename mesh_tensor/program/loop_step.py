@@ -63,9 +63,7 @@ class LoopStep:
     def writes(self) -> tuple[str, ...]:
         return (*(each.last for each in self.carried), *(rows for _, rows in self.stacked))
 
-    @property
-    def makes(self) -> tuple[str, ...]:
-        return self.writes
+    makes = writes
 
     @property
     def uses(self) -> tuple[str, ...]:

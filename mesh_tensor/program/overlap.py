@@ -36,11 +36,7 @@ _MOST = 64
 
 
 def check_overlap(overlap: object) -> str | int:
-    """`overlap` as a user gives it: "auto", "off" or a number of slabs.
-
-    Raises:
-        MeshTensorError: it is none of these.
-    """
+    """`overlap` as a user gives it: "auto", "off" or a number of slabs. Refused where it is none of these."""
     if isinstance(overlap, str) and overlap in ("auto", "off"):
         return overlap
     if isinstance(overlap, int) and not isinstance(overlap, bool) and 1 <= overlap <= _MOST:

@@ -37,11 +37,8 @@ class _Place:
 class Region:
     """The plans for the sizes of a box, which have one outline. `corners`: those for its corners; `within`: sizes in
     it, with their plan. `constants`: sizes of the function that are the same for all of these. `again` makes what is
-    made on the way to the plan for sizes with the outline of another one.
-
-    Raises:
-        NotRegionError: the plan within is not what those of the corners say.
-    """
+    made on the way to the plan for sizes with the outline of another one. Raises NotRegionError where the plan within
+    is not what those of the corners say."""
 
     def __init__(
         self,

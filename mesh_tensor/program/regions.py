@@ -52,11 +52,7 @@ class Regions:
 
     @uncollected
     def of(self, sizes: Sizes) -> ModulePlan:
-        """The plan for these sizes.
-
-        Raises:
-            MeshTensorError: planning refuses the function for them.
-        """
+        """The plan for these sizes. Planning may refuse the function for them."""
         around = [region for region in self._known if sizes in region.box]
         for region in around:
             if (made := region.sized(sizes)) is not None and (made.tells or not self._cheapest):

@@ -18,11 +18,7 @@ class NotSizedError(Exception):
 
 
 def numbers_of(call: OpCall) -> tuple[Hashable, tuple[int, ...]]:
-    """What of a call is no size, and its sizes.
-
-    Raises:
-        NotSizedError: it has other parts than operators have.
-    """
+    """What of a call is no size, and its sizes. Raises NotSizedError where it has other parts than operators have."""
     numbers: list[int] = []
     expr = call.expr
     args = tuple([_read(arg, numbers) for arg in expr.args[:]])
@@ -43,7 +39,10 @@ class SizedCall(OpCall):
 
     def __init__(self, call: OpCall, sizes: Sequence[int], plain: bool) -> None:
         left = iter(sizes[len(sizes) - sum([tensor.ndim for tensor in (*call.inputs, *call.outputs)]) :])
-        inputs, outputs = (tuple([_type(t, left) for t in tensors]) for tensors in (call.inputs, call.outputs))
+        inputs, outputs = (
+            tuple([TensorType(tuple([next(left) for _ in t.shape]), t.dtype) for t in tensors])
+            for tensors in (call.inputs, call.outputs)
+        )
         known = {"name": call.name, "inputs": inputs, "outputs": outputs, "operator": call.operator}
         vars(self).update(known, _call=call, _sizes=sizes)
         if plain:
@@ -74,10 +73,6 @@ def _expr(expr: relax.Call, left: Iterator[int]) -> relax.Call:
     made = relax.Call(expr.op, args, expr.attrs, infos)
     relax.expr._update_struct_info(made, _made_info(expr.struct_info, left))
     return made
-
-
-def _type(tensor: TensorType, left: Iterator[int]) -> TensorType:
-    return TensorType(tuple([next(left) for _ in tensor.shape]), tensor.dtype)
 
 
 def _read(arg: relax.Expr, numbers: list[int]) -> Hashable:

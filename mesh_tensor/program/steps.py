@@ -93,9 +93,7 @@ class KernelStep:
     def reads(self) -> tuple[str, ...]:
         return self.args
 
-    @property
-    def uses(self) -> tuple[str, ...]:
-        return self.args
+    uses = reads
 
     @cached_property
     def flops(self) -> int:
@@ -145,9 +143,7 @@ class OpStep:
     def writes(self) -> tuple[str, ...]:
         return self.results
 
-    @property
-    def makes(self) -> tuple[str, ...]:
-        return self.results
+    makes = writes
 
     @property
     def uses(self) -> tuple[str, ...]:

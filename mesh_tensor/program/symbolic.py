@@ -22,7 +22,7 @@ from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.plan.tir_rule import Sizes
-from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.nodes import DIVISIONS, nodes
 
 from .from_kernel import SplitDims
 from .overlap import with_overlap
@@ -48,7 +48,6 @@ class Lower(Protocol):
         """What costs least, by the sizes of symbols; None if sizes are lowered one by one."""
 
 
-_DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 _MAGNITUDES = (3, 30, 300)  # of the largest number that a family's sizes are multiples of
 _MOST = 1 << 20  # no family of multiples of more than this
 
@@ -178,7 +177,7 @@ def _numbers(func: tirx.PrimFunc, found: tuple[tirx.Var, ...]) -> dict[tirx.Var,
     """Per symbol, what its families are multiples of, the largest first."""
     devices = read_annotations(func)[0].num_devices
     blocks: dict[tirx.Var, set[int]] = {var: {1} for var in found}
-    for division in nodes(func.body, *_DIVISIONS):
+    for division in nodes(func.body, *DIVISIONS):
         if isinstance(division.b, tirx.IntImm) and int(division.b) > 0:
             for var in tirx.analysis.undefined_vars(division.a):
                 blocks.get(var, set()).add(int(division.b))

@@ -14,11 +14,7 @@ from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step
 
 
 def verify_program(program: Program) -> None:
-    """Check a Program.
-
-    Raises:
-        VerificationError: lists what is wrong with it.
-    """
+    """Check a Program. Raises a VerificationError that lists what is wrong with it."""
     raise_on([*_unknown_values(program), *_kernels(program.kernels)], f"program {program.name}")
     raise_on([*_lifetimes(program), *_unmade(program), *_waits(program)], f"program {program.name}")
     for part in program.parts[1:]:

@@ -265,11 +265,7 @@ def refuse_traced(what: str, args: Iterable[object]) -> None:
 
 def overlaps(tensors: Mapping[str, Sequence[torch.Tensor]], writes: Collection[str], where: str) -> bool:
     """Whether one of `writes` shares memory with another. Where they lie counts, not the storage that torch has for it:
-    of what comes from numpy or by dlpack, two storages may be one memory.
-
-    Raises:
-        MeshTensorError: two of `writes` do.
-    """
+    of what comes from numpy or by dlpack, two storages may be one memory. Refused where two of `writes` do."""
     spans = [(name, *memory_span(tensor)) for name, parts in tensors.items() for tensor in parts]
     pairs = {
         (name, other)

@@ -165,7 +165,7 @@ def not_finite(parts: Mapping[str, Iterable[torch.Tensor]]) -> list[str]:
     ]
     if not floats:
         return []
-    sums = torch.stack([_total(part) for _, part in floats])
+    sums = torch.stack([(part if part.itemsize > 2 else part.float()).sum().double() for _, part in floats])
     if bool(sums.sum().isfinite()):
         return []
     suspects = [held for held, total in zip(floats, sums.isfinite().tolist(), strict=True) if not total]
@@ -175,10 +175,6 @@ def not_finite(parts: Mapping[str, Iterable[torch.Tensor]]) -> list[str]:
 def within(tensors: Iterable[torch.Tensor], norm: float) -> bool:
     """Whether the norm of the tensors together is at most `norm`; it is not where one holds NaN or infinity."""
     return bool(torch.nn.utils.get_total_norm(list(tensors)) <= norm)
-
-
-def _total(part: torch.Tensor) -> torch.Tensor:
-    return (part if part.itemsize > 2 else part.float()).sum().double()
 
 
 Work = Callable[[int], None]

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from tvm import arith, ir, relax, tirx
+from tvm import ir, relax, tirx
 
+from mesh_tensor.annotations.annotate import evaluate, fits
 from mesh_tensor.annotations.names import SourceNames, known, relax_function, source_names, without_layout
 from mesh_tensor.annotations.size_conditions import size_conditions, unfulfilled
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
@@ -242,25 +243,15 @@ def _problem(param: ModuleParam, tensor: Any, sizes: dict[tirx.Var, int], device
         return f"{shape} {dtype_name(dtype)}, but expected {param.shape} {param.dtype}"
     if device_type is not None and isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", device_type):
         return f"on device {tensor.device}, but the module runs on {device_type}"
-    if shape == param.shape:
+    if shape == param.shape or fits(param.shape, shape, sizes):
         return ""
-    for size, wanted in zip(shape, param.shape, strict=True):
-        if isinstance(wanted, tirx.Var):
-            wanted = sizes.setdefault(wanted, size)
-        if isinstance(wanted, int) and size != wanted:
-            return f"{shape}, but expected {param.shape} {param.dtype} with the sizes of the other tensors"
-    return ""
+    return f"{shape}, but expected {param.shape} {param.dtype} with the sizes of the other tensors"
 
 
 def _follows(param: ModuleParam, tensor: Any, sizes: Mapping[tirx.Var, int]) -> bool:
     """Whether sizes that are computed from symbols are what they should be, where the symbols are known."""
-    known = {var: tirx.IntImm(var.dtype, size) for var, size in sizes.items()}
-    for size, wanted in zip(tensor.shape, param.shape, strict=True):
-        if not isinstance(wanted, (int, tirx.Var)):
-            found = arith.Analyzer().simplify(tirx.stmt_functor.substitute(wanted, known))
-            if isinstance(found, tirx.IntImm) and int(found) != size:
-                return False
-    return True
+    known = [evaluate(wanted, sizes) for wanted in param.shape]
+    return all(size in (None, actual) for size, actual in zip(known, tensor.shape, strict=True))
 
 
 def _told(sizes: Mapping[tirx.Var, int]) -> str:

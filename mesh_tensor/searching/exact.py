@@ -47,11 +47,7 @@ class Exact:
 
 
 def exact_price(graph: Graph, atoms: Atoms, seconds: float = 60.0) -> Exact:
-    """The least that a graph takes on its mesh.
-
-    Raises:
-        MeshTensorError: there is no solver, or it found nothing in time.
-    """
+    """The least that a graph takes on its mesh. Refused where there is no solver, or it found nothing in time."""
     if graph.manual:
         axes = listing(sorted(graph.manual))
         refuse(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from mesh_tensor.base.joined import Joined
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.plan.atoms import Atoms
 from mesh_tensor.plan.ir import Graph, Value
@@ -75,27 +76,18 @@ def kernel_dims(func: tirx.PrimFunc) -> list[NamedDim]:
 
 def _classes(graph: Graph, atoms: Atoms) -> list[list[Place]]:
     """The atoms of the graph's values that operators index by one factor."""
-    parent: dict[Place, Place] = {}
-
-    def root(place: Place) -> Place:
-        above = parent.setdefault(place, place)
-        while above != parent[above]:
-            parent[above] = parent[parent[above]]
-            above = parent[above]
-        parent[place] = above
-        return above
-
+    joined = Joined[Place]()
     for node in graph.nodes:
         first: dict[str, Place] = {}
         for value, factors in tensors_of(node, atoms.rules[node]):
             for position, factor in enumerate(factors):
                 if factor is not None:
-                    parent[root((value, position))] = root(first.setdefault(factor, (value, position)))
-    classes: dict[Place, list[Place]] = defaultdict(list)
+                    joined.join(first.setdefault(factor, (value, position)), (value, position))
+    known, classes = set(joined), defaultdict[Place, list[Place]](list)
     for value in graph.values():
         for position in range(len(atoms.shape(value))):
-            if (value, position) in parent:
-                classes[root((value, position))].append((value, position))
+            if (value, position) in known:
+                classes[joined.root((value, position))].append((value, position))
     return list(classes.values())
 
 

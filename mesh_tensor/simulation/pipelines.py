@@ -211,11 +211,8 @@ class PipelineSimulation:
 
 
 def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program, Machine], Any]) -> PipelineSimulation:
-    """Simulate an `api.pipeline.Pipeline`; its meshes lie one after the other on the machine.
-
-    Raises:
-        MeshTensorError: its sizes are open, or the machine can't hold it.
-    """
+    """Simulate an `api.pipeline.Pipeline`; its meshes lie one after the other on the machine. Refused where its sizes
+    are open, or the machine can't hold it."""
     machine.check_holds(pipe.topology.num_devices, str(pipe.topology))
     stages, names = pipe.fragments, pipe.topology.names
     starts = _starts(pipe.topology)

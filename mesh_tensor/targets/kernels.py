@@ -108,11 +108,8 @@ def tir_function(
     func: tirx.PrimFunc, inputs: Sequence[TensorType], outputs: Sequence[TensorType], numbers: Sequence[int] = ()
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """What `R.call_tir(func, tensors, numbers)` computes: a function of the tensors. Results start as poison, so that
-    an element that `func` leaves out shows.
-
-    Raises:
-        MeshTensorError: `func` takes other parameters, or has what the interpreter does not know.
-    """
+    an element that `func` leaves out shows. Refused where `func` takes other parameters, or has what the interpreter
+    does not know."""
     func, scratch = _as_loops(sized(func, inputs, outputs, numbers))
     extra = [int(n) for n in numbers][: len(func.params) - len(inputs) - len(outputs) - len(scratch)]
 

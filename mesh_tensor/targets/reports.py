@@ -17,11 +17,7 @@ _failures = threading.local()
 
 
 def tell(report: Report, numbers: Sequence[Any]) -> None:
-    """Print what a kernel prints.
-
-    Raises:
-        MeshTensorError: the report is that of an assertion, which then does not hold.
-    """
+    """Print what a kernel prints. Refused where that is an assertion, which then does not hold."""
     if report.asserts:
         raise MeshTensorError(_failure(report, numbers))
     print(_line(report, numbers), flush=True)  # noqa: T201  (what the kernel asks for)

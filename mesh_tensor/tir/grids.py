@@ -27,11 +27,8 @@ class Grids:
 
 
 def grids_of(func: tirx.PrimFunc) -> Grids:
-    """The function's kernels; a function with one kernel, or none, is left as it is.
-
-    Raises:
-        MeshTensorError: something else stands between the kernels.
-    """
+    """The function's kernels; a function with one kernel, or none, is left as it is. Refused where something else
+    stands between the kernels."""
     func = without_grid_barriers(func)
     root = func.body.block if isinstance(func.body, tirx.SBlockRealize) else None
     stmts = statements(func.body if root is None else root.body)

@@ -12,7 +12,7 @@ import numpy as np
 from tvm import arith, ir, tirx
 
 from .effects import chosen, op_name
-from .nodes import nodes
+from .nodes import DIVISIONS, nodes
 from .prover import Prover
 
 
@@ -170,9 +170,6 @@ _BINARY: dict[type, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
-_DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
-
-
 class Unknown(Exception):
     """An expression that is not evaluated: it reads memory, or has symbols."""
 
@@ -217,7 +214,7 @@ def _evaluated(expr: tirx.PrimExpr, values: Values) -> np.ndarray:
         return np.logical_not(_evaluated(expr.a, values))
     if type(expr) in _BINARY:
         a, b = _evaluated(expr.a, values), _evaluated(expr.b, values)
-        if isinstance(expr, _DIVISIONS) and not np.all(b):
+        if isinstance(expr, DIVISIONS) and not np.all(b):
             raise Unknown
         return _BINARY[type(expr)](a, b)
     if op_name(expr) == "tirx.likely":

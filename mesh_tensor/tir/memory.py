@@ -36,12 +36,9 @@ class Memory:
 
 
 def memories(func: tirx.PrimFunc) -> dict[tirx.Var, Memory]:
-    """The memories of a kernel by their data variables.
-
-    Raises:
-        MeshTensorError: a buffer lies in no memory that is known here (behind a pointer, or a part of another buffer by
-            `match_buffer`), or a view can't be its owner's memory read row by row; the message names them all.
-    """
+    """The memories of a kernel by their data variables. Refused where a buffer lies in no memory that is known here
+    (behind a pointer, or a part of another buffer by `match_buffer`), or a view can't be its owner's memory read row by
+    row; the message names them all."""
     found, facts = find_memories(func)
     if facts:
         name = function_name(func)

@@ -14,6 +14,7 @@ from tvm import ir, tirx
 _is_one_of = cast(Callable[[type, tuple[type, ...]], bool], cache(issubclass))
 _STATEMENTS, _EXPRESSIONS = (tirx.Stmt,), (tirx.PrimExpr,)
 _LEAVES = (tirx.Var, tirx.IntImm, tirx.FloatImm)
+DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 _RECENT = 64  # statements whose nodes are kept: those that one kernel's passes ask for
 
 

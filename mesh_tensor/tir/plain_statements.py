@@ -178,11 +178,8 @@ def with_places_from_the_end(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 def with_contiguous_rows(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The function, with parameters whose rows are contiguous, from their first element on; it stays as it is where
-    other buffers are views of such memory, which are refused when they are read.
-
-    Raises:
-        MeshTensorError: a variable is the stride of several parameters that would need different ones.
-    """
+    other buffers are views of such memory, which are refused when they are read. Refused where a variable is the stride
+    of several parameters that would need different ones."""
     analyzer = arith.Analyzer()
     others = {b: _contiguous(b) for b in func.buffer_map.values() if not _is_contiguous(b, analyzer)}
     if not others or _has_views(func, others):

@@ -10,13 +10,12 @@ from typing import Any
 
 from tvm import arith, ir, tirx
 
-from .nodes import is_const, nodes, same_expression
+from .nodes import DIVISIONS, is_const, nodes, same_expression
 
 _VALUES = (17, 13, 11, 19)  # no multiples of each other, and so small that what sizes are made of is no overflow
 _NUMBERS = (int, tirx.IntImm)
 _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE)
-_DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
-_PARTIAL = (*_DIVISIONS, tirx.Call, tirx.Cast)  # what TVM can't simplify for all numbers
+_PARTIAL = (*DIVISIONS, tirx.Call, tirx.Cast)  # what TVM can't simplify for all numbers
 _Example = dict[tirx.Var, tirx.PrimExpr]
 
 
@@ -113,7 +112,7 @@ class Prover(arith.Analyzer):
 def _has_values(node: tirx.PrimExpr) -> bool:
     """Whether a node has a value whatever numbers stand in it: nothing is divided by 0, shifted too far, or cast into a
     type that is too small."""
-    if isinstance(node, _DIVISIONS):
+    if isinstance(node, DIVISIONS):
         return isinstance(node.b, tirx.IntImm)
     if isinstance(node, tirx.Cast):
         return not node.dtype.startswith(("int8", "int16", "uint", "bool"))

@@ -43,11 +43,8 @@ def has_reducers(func: tirx.PrimFunc) -> bool:
 
 
 def without_reducers(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The kernel with fills, updates and copies for what it does with reducers.
-
-    Raises:
-        MeshTensorError: a reducer is read, or stored to, by anything else.
-    """
+    """The kernel with fills, updates and copies for what it does with reducers. Refused where a reducer is read, or
+    stored to, by anything else."""
     ops = {
         data: str(info["op"])
         for block in nodes(func.body, tirx.SBlock)
@@ -110,11 +107,8 @@ def _fills(stmt: tirx.Stmt, buffer: tirx.Buffer) -> bool:
 
 
 def as_reducers(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The kernel for a GPU: what it does with buffers that were reducers is done with reducers again.
-
-    Raises:
-        MeshTensorError: such a buffer is used in a way in which reducers can't.
-    """
+    """The kernel for a GPU: what it does with buffers that were reducers is done with reducers again. Refused where
+    such a buffer is used in a way in which reducers can't."""
     if not has_reducers(func):
         return func
     ops: dict[tirx.Buffer, str] = {}

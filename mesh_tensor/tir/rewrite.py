@@ -4,7 +4,8 @@ constants, made of Python's numbers and understood as such."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from tvm import ir, tirx
 
@@ -42,11 +43,21 @@ def call_like(call: tirx.Call, args: Sequence) -> tirx.Call:
     return tirx.Call(call.dtype, call.op, list(args), annotations=call.annotations, span=call.span)
 
 
-def parallel_nest(loop_vars: Sequence[tirx.Var], extents: Sequence, body: tirx.Stmt) -> tirx.Stmt:
-    """`for ... in T.Parallel(extents): body`."""
+def parallel_nest(
+    loop_vars: Sequence[tirx.Var], extents: Sequence, body: tirx.Stmt, kind: Any = tirx.ForKind.PARALLEL
+) -> tirx.Stmt:
+    """`for ... in T.Parallel(extents): body`, or loops of another kind."""
     for var, extent in reversed(list(zip(loop_vars, extents, strict=True))):
-        body = tirx.For(var, 0, extent, tirx.ForKind.PARALLEL, body)
+        body = tirx.For(var, 0, extent, kind, body)
     return body
+
+
+def row_by_row(indices: Iterable[tirx.PrimExpr], sizes: Iterable[Any]) -> tirx.PrimExpr:
+    """Where the indices are in a tensor of these sizes, counted row by row."""
+    position: tirx.PrimExpr = tirx.IntImm("int32", 0)
+    for index, size in zip(indices, sizes, strict=True):
+        position = position * size + index
+    return position
 
 
 def over_elements(buffer: tirx.Buffer, body: Callable[[list[tirx.PrimExpr]], tirx.Stmt]) -> tirx.Stmt:

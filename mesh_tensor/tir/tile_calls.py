@@ -43,11 +43,8 @@ _BEYOND = (
 
 
 def parse_tile_op(stmt: tirx.Stmt) -> TileOp | None:
-    """The tile operation that the statement `T.evaluate(call)` is, or None if it is none that is known here.
-
-    Raises:
-        MeshTensorError: its arguments are not what TileLang gives it.
-    """
+    """The tile operation that the statement `T.evaluate(call)` is, or None if it is none that is known here. Refused
+    where its arguments are not what TileLang gives it."""
     if not isinstance(stmt, tirx.Evaluate) or not isinstance(stmt.value, tirx.Call):
         return None
     call = stmt.value

@@ -78,10 +78,7 @@ class TileOp(ABC):
 
     @abstractmethod
     def elements(self, equal: Equal) -> list[Element]:
-        """The loops that walk its regions.
-
-        Raises:
-            Unmatched: the regions do not pair up, or that is not known."""
+        """The loops that walk its regions. Raises Unmatched where the regions do not pair up, or that is not known."""
 
 
 class _OfOneSource(TileOp, ABC):

@@ -191,12 +191,13 @@ def _typed(value: Any, dtype: str) -> tirx.PrimExpr:
     return expr if expr.dtype == dtype else expr.astype(dtype)
 
 
-def _register() -> None:
-    for name in CALLED:
-        if name not in ir.Op.list_op_names():
-            ir._ffi_api.RegisterOp(name, f"{CALLED[name]} in a kernel over tiles")
-            ir.register_op_attr(name, "TCallEffectKind", tirx.CallEffectKind.Pure.value)
-            ir.register_op_attr(name, "TScriptPrinterName", name)
+def register_op(name: str, what: str, effect: Any) -> None:
+    """Make an operator known to TVM, unless it is: what it does in words, and its kind of effect."""
+    if name not in ir.Op.list_op_names():
+        ir._ffi_api.RegisterOp(name, what)
+        ir.register_op_attr(name, "TCallEffectKind", effect.value)
+        ir.register_op_attr(name, "TScriptPrinterName", name)
 
 
-_register()
+for _name, _what in CALLED.items():
+    register_op(_name, f"{_what} in a kernel over tiles", tirx.CallEffectKind.Pure)

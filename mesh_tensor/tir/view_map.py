@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tvm import arith, tirx
 
 from .memory import is_compact, strides_of
+from .rewrite import row_by_row
 from .tile_ops import Region
 
 Exprs = Sequence[tirx.PrimExpr]
@@ -139,10 +140,7 @@ class ViewMap:
         return bool(self._analyzer.can_prove_equal(self.view.shape[group.mine[0]], self.base.shape[group.other[0]]))
 
     def _flattened(self, indices: Exprs, sizes: Exprs) -> tirx.PrimExpr:
-        flat: tirx.PrimExpr = tirx.IntImm("int32", 0)
-        for index, size in zip(indices, sizes, strict=True):
-            flat = flat * size + index
-        return self._analyzer.simplify(flat)
+        return self._analyzer.simplify(row_by_row(indices, sizes))
 
     def _unflattened(self, flat: tirx.PrimExpr, sizes: Exprs) -> list[tirx.PrimExpr]:
         """Where the position `flat`, counted row by row, is in dims of these sizes."""

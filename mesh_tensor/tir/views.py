@@ -25,11 +25,8 @@ _ACCESSES = ["tirx.BufferLoad", "tirx.BufferStore", "tirx.Evaluate", "tirx.Call"
 
 
 def resolve_views(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The same kernel, in which as little as possible goes through views.
-
-    Raises:
-        MeshTensorError: a buffer is in no memory that is known, or a view is not understood; the message names it.
-    """
+    """The same kernel, in which as little as possible goes through views. Refused where a buffer is in no memory that
+    is known, or a view is not understood; the message names it."""
     found = [memory for memory in memories(func).values() if memory.views]
     return func if not found else _Resolver(func, found).run()
 

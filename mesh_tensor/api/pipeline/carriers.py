@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,26 +25,21 @@ class Stopped(Exception):
     """Another mesh failed: what is awaited won't come."""
 
 
-class Carrier(ABC):
+class Carrier(Protocol):
     """What a mesh's row of actions does with values."""
 
-    @abstractmethod
     def place(self, here: StageFragments, name: str, tensor: torch.Tensor) -> Any:
         """A whole tensor as the stage's value `name` lies."""
 
-    @abstractmethod
     def hand(self, here: StageFragments, there: StageFragments, name: str, value: Any, microbatch: int) -> None:
         """Let another stage have a value, as it lies there."""
 
-    @abstractmethod
     def expect(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> None:
         """Make ready for a value that is to be taken soon."""
 
-    @abstractmethod
     def take(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> Any:
         """A value that another stage hands over, once it is there."""
 
-    @abstractmethod
     def run(
         self,
         fragment: Fragment,
@@ -59,31 +53,35 @@ class Carrier(ABC):
         is to be added to, of which nobody else has the memory. Those that this was done with are no longer there.
         `hand_on` may get what other stages take, all of it, by numbers, before the rest is computed."""
 
-    @abstractmethod
     def add(self, one: Any, other: Any) -> Any:
         """The sum of two values that lie alike."""
 
-    @abstractmethod
     def laid(self, value: Any, layout: Sharding) -> Any:
         """A value in another layout on its mesh."""
 
-    @abstractmethod
+    def moved(self, value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """A value that lies alike in the memory that `move` gives for its own."""
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """A value in another dtype."""
+        return self.moved(value, lambda memory: memory.to(dtype))
+
     def widened(self, value: Any, dtype: torch.dtype, own: bool) -> Any:
         """A value in a dtype that may be wider, of which nobody else has the memory. `own`: nobody has that of the
         value."""
 
-    @abstractmethod
+        def wide(memory: torch.Tensor) -> torch.Tensor:
+            made = memory.to(dtype)  # + 0 makes -0.0 what it is everywhere
+            return made.add_(0) if own or made is not memory else made + 0
+
+        return self.moved(value, wide)
+
     def accumulate(self, totals: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
         """The sums of totals that nobody else has and values, each of which lie alike; may use their memory. Where
         they are partial, so is the sum."""
 
-    @abstractmethod
     def layout(self, value: Any) -> Sharding:
         """How a value lies."""
-
-    @abstractmethod
-    def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """A value in another dtype."""
 
     def shown(self, value: Any) -> Any:
         """A value as callers compute with it; they can't change it."""
@@ -93,15 +91,9 @@ class Carrier(ABC):
         """A value of callers as it is kept."""
         return value
 
-    @abstractmethod
     def tiles(self, value: Any) -> Iterable[torch.Tensor]:
         """The memory of a value, in this process."""
 
-    @abstractmethod
-    def moved(self, value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """A value that lies alike in the memory that `move` gives for its own."""
-
-    @abstractmethod
     def whole(self, value: Any) -> torch.Tensor:
         """The whole tensor."""
 
@@ -150,12 +142,6 @@ class Mailbox(Carrier):
 
     def laid(self, value: MeshTensor, layout: Sharding) -> MeshTensor:
         return value.redistribute(layout)
-
-    def widened(self, value: MeshTensor, dtype: torch.dtype, own: bool) -> MeshTensor:
-        return _tile_by_tile(lambda tile: tile.to(dtype) + 0, value)
-
-    def cast(self, value: MeshTensor, dtype: torch.dtype) -> MeshTensor:
-        return _tile_by_tile(lambda tile: tile.to(dtype), value)
 
     def accumulate(self, totals: Sequence[MeshTensor], values: Sequence[MeshTensor]) -> Sequence[MeshTensor]:
         return [_tile_by_tile(torch.add, *pair) for pair in zip(totals, values, strict=True)]
@@ -240,16 +226,6 @@ class RankCarrier(Carrier):
 
     def laid(self, value: Part, layout: Sharding) -> Part:
         return value.laid(rank_layout(layout, value.shape), self._ranks.mine)
-
-    def widened(self, value: Part, dtype: torch.dtype, own: bool) -> Part:
-        def wide(memory: torch.Tensor) -> torch.Tensor:
-            made = memory.to(dtype)  # + 0 makes -0.0 what it is everywhere
-            return made.add_(0) if own or made is not memory else made + 0
-
-        return value.moved(wide)
-
-    def cast(self, value: Part, dtype: torch.dtype) -> Part:
-        return value.moved(lambda memory: memory.to(dtype))
 
     def accumulate(self, totals: Sequence[Part], values: Sequence[Part]) -> Sequence[Part]:
         sums, parts = zip(*(total.addable(value) for total, value in zip(totals, values, strict=True)), strict=True)

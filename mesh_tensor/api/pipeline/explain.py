@@ -11,8 +11,9 @@ from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.check import Held, Takes, peaks
 from mesh_tensor.pipelining.clock import Costs, Event, Timeline, timeline
-from mesh_tensor.pipelining.fragments import FUNCTION, gradient_name
+from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
+from mesh_tensor.pipelining.stages import FUNCTION
 from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.simulation.simulate import simulate
 from mesh_tensor.simulation.stages import held_for_backward

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from mesh_tensor.base.errors import listing, refuse, shown
+from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.topology import Topology
@@ -17,11 +17,10 @@ from mesh_tensor.importers.constants import Constants
 from mesh_tensor.importers.imported import CallForm, call_tensors
 from mesh_tensor.pipelining.assign import annotated_topology
 from mesh_tensor.pipelining.balance import check_pipeline, place
-from mesh_tensor.pipelining.check import is_amount
 from mesh_tensor.pipelining.clock import hangs
 from mesh_tensor.pipelining.flow import Flow
-from mesh_tensor.pipelining.fragments import check_state, cut
 from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.pipelining.stages import check_state, cut
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
 from mesh_tensor.runtime.ranks.alike import values_of
@@ -34,19 +33,19 @@ from ..module_ports import whole
 from ..training_optimizer import LossScale
 from ..turns import Turns
 from .carriers import Mailbox, RankCarrier
-from .checkpoints import Checkpoints
+from .checkpoints import Learned
 from .explain import explain_pipeline
 from .planned import PlannedStages
 from .ranks import RankRuns, message_numbers
 from .results import Results, results_of, rows_of, split_batch
 from .rows import Microbatch, Row, run_rows
 from .stated import stage_layouts, stages_of, trained_weights
-from .weights import Rule, StageWeights, norm_of
+from .weights import StageWeights
 
 _SMALL = 4096  # bytes: sending less takes as long as starting to send
 
 
-class Pipeline:
+class Pipeline(Learned):
     """A model on several meshes: takes whole batches, splits them, and runs its schedule; a thread per mesh.
 
     Results are rows of the batch, which are put together, or numbers: means over the batch's rows, or sums.
@@ -229,88 +228,6 @@ class Pipeline:
         """What every stage runs, for the sizes planned last."""
         return self._planned.latest
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of the last call's loss, whole, by the names of the weights; a weight that several stages have
-        gets the sum of theirs. On ranks, all have to ask."""
-        with self._turns.one("gradients of a pipeline"):
-            parts = self._weights.gathered(
-                lambda: self._gradients, self.stages, self.trained, "gradients", self._check_ran
-            )
-        sums: dict[str, torch.Tensor] = {}
-        for name, stage in sorted(parts, key=lambda place: place[1]):
-            part = parts[name, stage]
-            sums[name] = sums[name] + part if name in sums else part
-        return {name: sums[name] for name in self.trained}
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The weights as they are now, whole, by name. On ranks, all have to ask."""
-        names = tuple(self._weights.whole)
-        with self._turns.one("weights of a pipeline"):
-            parts = self._weights.gathered(lambda: self._weights.of, self.stages, names, "weights")
-        return {name: parts[name, stage] for name, stage in sorted(parts, key=lambda place: -place[1])}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The weights as they are now, what the model writes (running statistics), and what rules keep for weights
-        ("update.m.fc.weight"): whole tensors and numbers, by torch's names. On ranks, all have to ask."""
-        with self._turns.one("a state that is asked for", of_several=True):
-            scale = {} if self._scale is None else self._scale.state()
-            return {**self._checkpoints.state(self.weights()), **scale}
-
-    @undisturbed
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Go on from a state that `state_dict` gave, perhaps of another pipeline of the model, or the model's own:
-        whole tensors. On ranks all have to give the same. There are no gradients until the next call.
-
-        strict   refuse a state in which weights are missing, instead of keeping these
-
-        Raises:
-            MeshTensorError: names are unknown or missing, or shapes or dtypes differ; all stays as it was.
-        """
-        with self._turns.one("a state that is loaded"):
-            self._checkpoints.load(state, strict)
-            self._scale = self._scale and self._scale.loaded(state)
-            self._forget()
-
-    @cached_property
-    def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(self._signature, self._weights, self.stages, self._runs, self._constants)
-
-    @undisturbed
-    def update(self, rule: Rule, *, max_norm: float | None = None) -> None:
-        """Replace every weight by `rule(weight, gradient, state)`, with the gradients of the last call. They are
-        MeshTensors, or DTensors on ranks, to be computed with element by element; `state` is a dict that is kept.
-        `max_norm`: gradients are scaled down, all alike, so that their norm is at most that (as torch clips it).
-        What the rule raises changes nothing; on ranks, all raise what it raises on any. Where gradients overflowed
-        under a dynamic loss scale nothing is changed, either, and the next call has a smaller one."""
-
-        def prepare() -> tuple[dict[str, str], None]:
-            self._check_ran()
-            if max_norm is not None and not (is_amount(max_norm) and max_norm > 0):
-                refuse(f"max_norm={shown(max_norm)}", fix="give the largest norm of all gradients, more than 0")
-            if not callable(rule):
-                refuse(f"rule={shown(rule)}", fix="give a function of a weight, its gradient and a dict that is kept")
-            return {"update": ", ".join(self.trained), "max_norm": str(max_norm)}, None
-
-        def ruled(*given: Any) -> Any:
-            with self._turns.closed("the rule of an update"):
-                return rule(*given)
-
-        def run(_: None) -> None:
-            sums = self.gradients() if self._planned.shared or max_norm is not None else {}
-            scale = 1.0 if max_norm is None else min(1.0, max_norm / (norm_of(sums) + 1e-6))
-            shared, loss_scale = {name: sums[name] for name in self._planned.shared}, self._scale
-            can_fall = loss_scale is not None and loss_scale.can_fall
-            done = self._weights.update(ruled, self._gradients, shared, scale, can_fall)
-            self.skipped += not done
-            if loss_scale is not None:
-                self._scale = loss_scale.after_step() if done else loss_scale.after_overflow()
-
-        with self._turns.one("an update of a pipeline", of_several=True):
-            if self._runs is None:
-                run(prepare()[1])
-            else:
-                self._runs.call(prepare, run)
-
     def _as_call(self, _: Iterable[Any]) -> AbstractContextManager[None]:
         return nullcontext() if self._runs is None else self._runs.as_call()
 
@@ -318,20 +235,6 @@ class Pipeline:
         """Raise `error` instead of a call, which the other ranks make."""
         with self._as_call(given):
             raise error
-
-    @property
-    def loss_scale(self) -> float | None:
-        """What the loss of the next call is multiplied with before gradients are taken, which are divided by it."""
-        return None if self._scale is None else self._scale.value
-
-    def _forget(self) -> None:
-        """There are no gradients until a call has ended, which may use their memory."""
-        self._ran, self._gradients = False, {}
-
-    def _check_ran(self) -> None:
-        """Refuse where there are no gradients of a whole call."""
-        if not self.trained or not self._ran:
-            refuse("there are no gradients yet", fix="call the pipeline first, made with train=True")
 
     @property
     def _loss(self) -> str | None:

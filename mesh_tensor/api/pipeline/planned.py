@@ -21,8 +21,9 @@ from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import Stages
 from mesh_tensor.pipelining.flow import Flow
-from mesh_tensor.pipelining.fragments import FUNCTION, Stage, cut, gradient_name, trained_values
+from mesh_tensor.pipelining.fragments import gradient_name, trained_values
 from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.pipelining.stages import FUNCTION, Stage, cut
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 
 from .weights import StageWeights

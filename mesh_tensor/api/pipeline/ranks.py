@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from mesh_tensor.base.errors import MeshTensorError, refuse, words_of
-from mesh_tensor.pipelining.fragments import Stage, gradient_name
+from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Action, Schedule
+from mesh_tensor.pipelining.stages import Stage
 from mesh_tensor.runtime.ambient import Computing
 from mesh_tensor.runtime.ranks.alike import told
 from mesh_tensor.runtime.ranks.faults import Faults, agree, digest_of, heard_by_all, settle

@@ -12,7 +12,7 @@ from tvm import ir, tirx
 from mesh_tensor.annotations.names import reachable
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.pipelining.flow import Flow, stated_bindings
-from mesh_tensor.pipelining.fragments import FUNCTION, part
+from mesh_tensor.pipelining.stages import FUNCTION, part
 from mesh_tensor.plan.batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum
 from mesh_tensor.plan.batch_parts import BatchParts, Total, batch_parts
 from mesh_tensor.plan.manual import manual_mesh
@@ -104,11 +104,8 @@ def results_of(
     microbatches: int,
     per_microbatch: Sequence[str] = (),
 ) -> Results:
-    """How the results of a function on microbatches are those on the batch.
-
-    Raises:
-        MeshTensorError: there is no loss to train for, or microbatches don't make the results.
-    """
+    """How the results of a function on microbatches are those on the batch. Refused where there is no loss to train
+    for, or microbatches don't make the results."""
     if reduction not in REDUCTIONS:
         refuse(f"reduction={shown(reduction)}", fix="say whether numbers are a 'mean' or a 'sum' over rows, or nothing")
     if trained:

@@ -14,7 +14,8 @@ from mesh_tensor.base.topology import Topology
 from mesh_tensor.pipelining.assign import NamedStage, Stages, annotated_stages, assign, stages_by_mesh
 from mesh_tensor.pipelining.balance import balanced_stages
 from mesh_tensor.pipelining.flow import Flow, stated_names
-from mesh_tensor.pipelining.fragments import FUNCTION, Stage, saved_name
+from mesh_tensor.pipelining.fragments import saved_name
+from mesh_tensor.pipelining.stages import FUNCTION, Stage
 from mesh_tensor.runtime.backend import checked_kind
 from mesh_tensor.runtime.module_inputs import ModuleSignature
 

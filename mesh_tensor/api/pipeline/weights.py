@@ -9,7 +9,8 @@ import torch
 
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.sharding import Sharding
-from mesh_tensor.pipelining.fragments import Stage, gradient_name
+from mesh_tensor.pipelining.fragments import gradient_name
+from mesh_tensor.pipelining.stages import Stage
 from mesh_tensor.runtime.backend import fetched, plain, put_away
 from mesh_tensor.runtime.elementwise import not_finite
 from mesh_tensor.runtime.ranks.dtensor import is_dtensor

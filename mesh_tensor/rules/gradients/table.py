@@ -105,11 +105,7 @@ def has_gradient(name: str) -> bool:
 
 
 def gradients_of(backward: Backward, where: str) -> list[Gradient]:
-    """The gradients of a call's operands.
-
-    Raises:
-        MeshTensorError: the operator has none.
-    """
+    """The gradients of a call's operands. Refused where the operator has none."""
     name = backward.call.operator
     if name not in _GRADIENTS:
         refuse(

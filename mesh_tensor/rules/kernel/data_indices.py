@@ -7,7 +7,7 @@ from tvm import tirx
 from mesh_tensor.base.reductions import REDUCTIONS
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.linear import vars_of
-from mesh_tensor.tir.nodes import loads, nodes, same_expression
+from mesh_tensor.tir.nodes import DIVISIONS, loads, nodes, same_expression
 
 from .reader import known_uses
 from .statements import Access, Kernel, Statement, without_binds
@@ -74,6 +74,6 @@ def takes_one(statement: Statement, access: Access, dim: int) -> bool:
 
 def deciding(statement: Statement) -> list[tirx.PrimExpr]:
     """What says where something of a statement is, and what integers are divided by in it."""
-    divisions = [d for v in statement.values for d in nodes(v, tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)]
+    divisions = [d for v in statement.values for d in nodes(v, *DIVISIONS)]
     divisors = [division.b for division in divisions if division.dtype.startswith(("int", "uint"))]
     return [*(index for access in statement.accesses for index in access.indices), *divisors]

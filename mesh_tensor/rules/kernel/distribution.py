@@ -15,7 +15,7 @@ from tvm import ir, tirx
 
 from mesh_tensor.tir.effects import changes_nothing, leaves_kernel, leaves_loop, written
 from mesh_tensor.tir.linear import linear_form, vars_of
-from mesh_tensor.tir.nodes import is_const, loads, nodes
+from mesh_tensor.tir.nodes import DIVISIONS, is_const, loads, nodes
 from mesh_tensor.tir.rewrite import block_like, guarded, loop_like, replace_block, sequence
 from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views
@@ -47,7 +47,6 @@ def distributed(kernel: Kernel) -> tirx.PrimFunc | None:
 
 
 _ACCESSES = (tirx.BufferLoad, tirx.BufferStore)
-_DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 
 
 class _Nest:
@@ -134,7 +133,7 @@ class _Nest:
         any iteration may do so."""
         own = list(self.expanded.values())
         only = all(access.buffer in own for access in nodes(body, *_ACCESSES))
-        by = [quotient.b for quotient in nodes(body, *_DIVISIONS) if not quotient.dtype.startswith(("float", "bfloat"))]
+        by = [quotient.b for quotient in nodes(body, *DIVISIONS) if not quotient.dtype.startswith(("float", "bfloat"))]
         only = only and all(isinstance(divisor, tirx.IntImm) for divisor in by)
         return only and all(isinstance(stmt, tirx.BufferStore) for stmt in body_statements(body))
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from tvm import tirx
 
+from mesh_tensor.base.joined import Joined
 from mesh_tensor.tir.effects import thread_indices
 from mesh_tensor.tir.linear import Linear
 
@@ -86,7 +87,8 @@ class _Round:
         self._threads = thread_indices(kernel.func)
         self._types: dict[Node, tuple[_Class, Linear]] = {}
         self._made: list[_Class] = []
-        self._joined: dict[_Class, _Class] = {}
+        self._joined = Joined[_Class]()
+        self._root = self._joined.root
         self._roles: dict[tirx.Var, tuple[_Class, int]] = {}
 
     def gave_way(self) -> bool:
@@ -109,7 +111,7 @@ class _Round:
                 made.blocked,
             )
             for made in self._made
-            if made not in self._joined
+            if self._root(made) is made
         }
         types = {node: (factors[self._root(made)], base) for node, (made, base) in self._types.items()}
         return Derivation(tuple(factors.values()), types, self._without)
@@ -125,18 +127,12 @@ class _Round:
                     self._types[(params[buffer], dim)] = (_Class(size, [(name, dim)]), Linear({}))
         self._made = [made for made, _ in self._types.values()]
 
-    def _root(self, made: _Class) -> _Class:
-        """The class that this one has become part of."""
-        while made in self._joined:
-            made = self._joined[made]
-        return made
-
     def _join_if_as_long(self, a: _Class, b: _Class) -> bool:
         """Make two classes one, the one that was first, unless their sizes differ."""
         if not self._kernel.analyzer.can_prove_equal(a.size, b.size):
             return False
         first, second = sorted((a, b), key=self._made.index)
-        self._joined[second] = first
+        self._joined.join(first, second)
         first.dims += second.dims
         first.blocked = first.blocked or second.blocked
         return True

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from tvm import tirx
 
+from mesh_tensor.base.joined import Joined
 from mesh_tensor.tir.nodes import loads, nodes
 
 from .statements import Access, Kernel, Loop, Statement, used_vars
@@ -55,7 +56,8 @@ class LiveRanges:
     """The live ranges of a kernel; `of(access)` is the one that an access belongs to."""
 
     def __init__(self, kernel: Kernel):
-        self._parent: list[int] = []
+        self._joined = Joined[int]()
+        self._find = self._joined.root
         self._of_access: dict[int, int] = {}
         self._buffers: list[tirx.Buffer] = []
         self._carried: list[set[tirx.Var]] = []
@@ -82,20 +84,14 @@ class LiveRanges:
         return dict.fromkeys(buffer for buffer in accessed if buffer not in self._param_ids)
 
     def _new(self, buffer: tirx.Buffer) -> int:
-        self._parent.append(len(self._parent))
         self._buffers.append(buffer)
         self._carried.append(set())
-        return len(self._parent) - 1
-
-    def _find(self, i: int) -> int:
-        while self._parent[i] != i:
-            i = self._parent[i]
-        return i
+        return len(self._buffers) - 1
 
     def _union(self, ids: set[int]) -> int:
         roots = sorted({self._find(i) for i in ids})
         for root in roots[1:]:
-            self._parent[root] = roots[0]
+            self._joined.join(roots[0], root)
             self._carried[roots[0]] |= self._carried[root]
         return roots[0]
 
@@ -170,7 +166,7 @@ class LiveRanges:
     def _collect(self) -> dict[int, LiveRange]:
         ranges = {
             root: LiveRange(self._buffers[root], self._buffers[root] in self._param_ids, carried=self._carried[root])
-            for root in {self._find(i) for i in range(len(self._parent))}
+            for root in {self._find(i) for i in range(len(self._buffers))}
         }
         for buffer, root in self._param_ids.items():
             ranges[self._find(root)].carried |= _carried(buffer, self._kernel)

@@ -22,7 +22,7 @@ from mesh_tensor.tir.double_loops import unfuse, with_intervals
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointers, written
 from mesh_tensor.tir.linear import loop_ranges
 from mesh_tensor.tir.loops import forward, lengthen
-from mesh_tensor.tir.nodes import function_name, is_const, loads, nodes
+from mesh_tensor.tir.nodes import DIVISIONS, function_name, is_const, loads, nodes
 from mesh_tensor.tir.plain_statements import (
     with_places_from_the_end,
     with_plain_blocks,
@@ -111,7 +111,7 @@ def with_own_variables(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 def _refuse_division_by_0(func: tirx.PrimFunc) -> None:
     """Refuse integers that are divided by what is always 0, such as the variable of a grid dim that is 1 long."""
-    divisions = nodes(func.body, tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
+    divisions = nodes(func.body, *DIVISIONS)
     whole = [expr for expr in divisions if expr.dtype.startswith(("int", "uint")) and not nodes(expr.b, tirx.Call)]
     if not whole:
         return

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from tvm import arith, tirx
 
 from mesh_tensor.tir.linear import linear_form, loop_ranges, vars_of
-from mesh_tensor.tir.nodes import loads, nodes
+from mesh_tensor.tir.nodes import DIVISIONS, loads, nodes
 from mesh_tensor.tir.tile_ops import Copy
 
 from .coordinates import Coordinates
@@ -71,7 +71,7 @@ def _row(
         return None
     index = without_binds(access.indices[dim], kernel)
     inner = {x.var: tirx.IntImm(x.var.dtype, 0) for x in statement.loops if x.kind != "grid"}
-    divisors = [node.b for node in nodes(index, tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)]
+    divisors = [node.b for node in nodes(index, *DIVISIONS)]
     if not loads(index) or not vars_of(divisors, {}).isdisjoint(inner):  # where a loop starts, it may be 0
         return None
     start = analyzer.simplify(tirx.stmt_functor.substitute(index, inner))

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from tvm import tirx
 
+from mesh_tensor.base.joined import Joined
 from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import int_or, is_const
 
@@ -25,7 +26,7 @@ class PaddedRows:
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._on_chip = {buffer: [int_or(size, 0) for size in buffer.shape] for buffer in kernel.on_chip}
-        self._with: dict[Node, Node] = {}
+        self._joined = Joined[Node]()
         self._needed: dict[Node, int] = {}
         self._loops: dict[tirx.Var, int] = {}
         self.used: set[tirx.Var] = set()
@@ -39,24 +40,18 @@ class PaddedRows:
         found: dict[Node, int] = {}
         lengths: dict[Node, int] = {(b, d): n for b, sizes in self._on_chip.items() for d, n in enumerate(sizes)}
         for node, length in {**lengths, **self._loops}.items():
-            needed = self._needed.get(self._root(node), 0)
+            needed = self._needed.get(self._joined.root(node), 0)
             if 0 < needed < length:
                 found[node] = needed
         return found
 
-    def _root(self, node: Node) -> Node:
-        while node in self._with:
-            node = self._with[node]
-        return node
-
     def _join(self, node: Node, other: Node) -> None:
-        a, b = self._root(node), self._root(other)
-        if a != b:
-            self._with[b] = a
-            self._need(a, self._needed.pop(b, 0))
+        needed = self._needed.pop(self._joined.root(other), 0)
+        self._joined.join(node, other)
+        self._need(node, needed)
 
     def _need(self, node: Node, rows: int) -> None:
-        root = self._root(node)
+        root = self._joined.root(node)
         self._needed[root] = max(self._needed.get(root, 0), rows)
 
     def _need_all(self, access: Access, dims: Iterable[int]) -> None:

@@ -88,11 +88,8 @@ def any_text(name: str, leading: int | None, args: Any, kwargs: Any, pairs: Sequ
 
 def any_of(call: OpCall) -> tuple[str, int | None, list[Any], dict[str, Any], list[bool]]:
     """The operator that such a call is of, its leading dims, its arguments, and of each operand and result whether it
-    is complex: pairs of floats, as `any_text` took them.
-
-    Raises:
-        MeshTensorError: the literal has another form, or names more leading dims than a tensor has.
-    """
+    is complex: pairs of floats, as `any_text` took them. Refused where the literal has another form, or names more
+    leading dims than a tensor has."""
     tensors = (*call.inputs, *call.outputs)
     pairs = [False] * len(tensors)
     try:

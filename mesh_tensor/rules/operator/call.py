@@ -113,11 +113,7 @@ def _kind_of(arg: relax.Expr) -> Any:
 
 
 def op_call(expr: relax.Call) -> OpCall:
-    """The OpCall of a call whose struct info is known.
-
-    Raises:
-        MeshTensorError: a tensor's shape is unknown or symbolic.
-    """
+    """The OpCall of a call whose struct info is known. Refused where a tensor's shape is unknown or symbolic."""
     name = op_name(expr.op)
     inputs = tuple(tensor_type(info, name) for arg in expr.args[:] for info in tensor_infos(arg.struct_info))
     return OpCall(name, expr, inputs, tensor_types(expr.struct_info, name))
@@ -202,11 +198,8 @@ SIZED_BY_DATA = {
 
 def with_known_sizes(expr: relax.Call, where: str) -> relax.Expr:
     """An operator's call with sizes in place of the variables that stand for shapes of known sizes; such a shape as a
-    tensor (`R.shape_to_tensor`) is a constant.
-
-    Raises:
-        MeshTensorError: how large its result is depends on the data; `where` names its binding.
-    """
+    tensor (`R.shape_to_tensor`) is a constant. Refused where how large its result is depends on the data; `where` names
+    its binding."""
     name = op_name(expr.op)
     if name in SIZED_BY_DATA:
         if any(not isinstance(info.shape, relax.ShapeExpr) for info in tensor_infos(expr.struct_info)):

@@ -37,11 +37,8 @@ def expression_text(expr: relax.Expr, operands: Sequence[relax.Expr]) -> Any:
 
 
 def read_expression(text: Any, operands: Sequence[relax.Expr]) -> relax.Expr:
-    """The expression that `expression_text` wrote, on these operands.
-
-    Raises:
-        MeshTensorError: the text is none that was written so.
-    """
+    """The expression that `expression_text` wrote, on these operands. Refused where the text is none that was written
+    so."""
     if isinstance(text, list):
         return relax.Tuple([read_expression(item, operands) for item in text])
     try:
@@ -105,7 +102,8 @@ def _attribute(value: Any) -> Any:
 def _read_call(text: Any, operands: Sequence[relax.Expr]) -> relax.Expr:
     name, args = text["op"], [read_expression(arg, operands) for arg in text["args"]]
     packed = name == "call_pure_packed" and isinstance(args[0], relax.ExternFunc)
-    if not has_rule(str(args[0].global_symbol) if packed else name) and not (packed and _is_local(args[0])):
+    symbol = str(args[0].global_symbol) if packed else ""
+    if not has_rule(symbol or name) and not symbol.startswith("mesh."):
         refuse(f"there is no operator {name!r} with a rule")
     attrs = None
     if "attrs" in text:
@@ -116,10 +114,6 @@ def _read_call(text: Any, operands: Sequence[relax.Expr]) -> relax.Expr:
     infos = [info_of(type_of(result)) for result in text.get("results", ())]
     sinfo = infos if len(infos) < 2 else [relax.TupleStructInfo(infos)]
     return relax.Call(ir.Op.get(f"relax.{name}"), args, attrs, sinfo)
-
-
-def _is_local(function: relax.ExternFunc) -> bool:
-    return str(function.global_symbol).startswith("mesh.")
 
 
 def _write_constant(expr: relax.Constant, _: Sequence[relax.Expr]) -> dict[str, Any]:

@@ -3,7 +3,7 @@ that its tile of the result needs; of transposed convolutions and adaptive pooli
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +80,9 @@ class _Windows:
     def of(self, sizes: Mapping[str, int]) -> dict[tuple[int, int], Reaches]:
         """The data's windows, of a kernel of these sizes."""
         letters = [letter for letter in _SPATIAL if letter in self.layout]
-        steps = zip(letters, self.call.attr("strides"), self.call.attr("dilation"), self._before(letters), strict=True)
+        before = list(self.call.attr("padding"))[: len(letters)]
+        steps = zip(letters, self.call.attr("strides"), self.call.attr("dilation"), before, strict=True)
         return {(0, dim): reaches for dim, reaches in (self._reaches(*step, sizes) for step in steps)}
-
-    def _before(self, letters: Sequence[str]) -> Sequence[int]:
-        return list(self.call.attr("padding"))[: len(letters)]
 
     def _reaches(
         self, letter: str, stride: int, dilation: int, before: int, sizes: Mapping[str, int]

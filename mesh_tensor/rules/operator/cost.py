@@ -16,44 +16,21 @@ from .vjp import VJP, vjp_of
 
 # Classes of operators by what bounds their time; what is not here works element by element.
 _CLASSES = {
-    "product": (
-        "matmul",
-        LINEAR,
-        MATMUL_ADD,
-        "outer",
-        "einsum",
-        "nn.attention",
-        "nn.attention_bias",
-        "aten._grouped_mm.default",
-        GROUPED,
-        LOOKED_UP,
-    )
-    + tuple(f"nn.conv{dims}d{ending}" for dims in (1, 2, 3) for ending in ("", "_transpose")),
-    "view": ("reshape", "flatten", "nn.batch_flatten", "expand_dims", "squeeze", "permute_dims", "broadcast_to")
-    + ("loop.row", "strided_slice", "split", "aten.diagonal.default", "aten.unfold.default", "wrap_param")
-    + ("mesh.per_device", "mesh.all_devices", "mesh.of_device"),
-    "move": ("concat", "stack", "repeat", "tile", "flip", "nn.pad", "nn.pixel_shuffle", "meshgrid", "slice_scatter")
-    + (
-        "take",
-        "gather_elements",
-        "gather_nd",
-        "index_tensor",
-        "scatter_nd",
-        "scatter_elements",
-        "index_put",
-        "one_hot",
-        "aten.roll.default",
-        "mesh.joined_parts",
-        "mesh.local_join",
-        "mesh.local_scatter",
-    ),
-    "reduce": ("sum", "mean", "max", "min", "prod", "variance", "std", "argmax", "argmin", "cumsum", "cumprod")
-    + ("nn.softmax", "nn.log_softmax", "nn.layer_norm", "nn.rms_norm", "nn.group_norm", "nn.instance_norm")
-    + (SOFTMAX_GRADIENT, LOG_SOFTMAX_BACKWARD, "nn.cross_entropy_with_logits", "nn.nll_loss")
-    + ("collapse_sum_to", "collapse_sum_like"),
+    "product": "matmul outer einsum nn.attention nn.attention_bias aten._grouped_mm.default nn.conv1d nn.conv2d"
+    " nn.conv3d nn.conv1d_transpose nn.conv2d_transpose nn.conv3d_transpose",
+    "view": "reshape flatten nn.batch_flatten expand_dims squeeze permute_dims broadcast_to loop.row strided_slice"
+    " split aten.diagonal.default aten.unfold.default wrap_param mesh.per_device mesh.all_devices mesh.of_device",
+    "move": "concat stack repeat tile flip nn.pad nn.pixel_shuffle meshgrid slice_scatter take gather_elements"
+    " gather_nd index_tensor scatter_nd scatter_elements index_put one_hot aten.roll.default mesh.joined_parts"
+    " mesh.local_join mesh.local_scatter",
+    "reduce": "sum mean max min prod variance std argmax argmin cumsum cumprod nn.softmax nn.log_softmax"
+    " nn.layer_norm nn.rms_norm nn.group_norm nn.instance_norm nn.cross_entropy_with_logits nn.nll_loss collapse_sum_to"
+    " collapse_sum_like",
 }
 _LOOKUPS = ("take", "gather_elements", "gather_nd")
-_CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names}
+_CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
+_CLASS_OF |= dict.fromkeys((LINEAR, MATMUL_ADD, GROUPED, LOOKED_UP), "product")
+_CLASS_OF |= dict.fromkeys((SOFTMAX_GRADIENT, LOG_SOFTMAX_BACKWARD), "reduce")
 
 
 def class_of(name: str) -> str:

@@ -43,11 +43,7 @@ def dropout_call(x: relax.Expr, seed: relax.Expr, said: Dropout) -> relax.Call:
 
 
 def dropout_of(call: OpCall) -> Dropout:
-    """What a call says.
-
-    Raises:
-        MeshTensorError: the text is none that was written for these operands.
-    """
+    """What a call says. Refused where the text is none that was written for these operands."""
     said: Any = loads(call.literals[-1]) if call.literals and isinstance(call.literals[-1], str) else None
     try:
         made = Dropout(

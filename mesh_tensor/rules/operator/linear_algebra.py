@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from tvm import relax
 
@@ -38,21 +39,27 @@ def _product(local: LocalCall) -> relax.Expr:
     return relax.op.matmul(*local.args, out_dtype=dtype)
 
 
-GROUPED = "mesh.grouped_matmul"
+GROUPED, LOOKED_UP = "mesh.grouped_matmul", "mesh.looked_up_matmul"
 
 
 @rule(GROUPED)
 def grouped_matmul(call: OpCall) -> OpRule:
     """Rows of x, groups of which meet a matrix each: group g are the rows from ends[g - 1] to ends[g]. A device with
     some of the matrices makes rows of 0 for the others' groups."""
-    return OpRule(
-        (("s", "k"), ("g", "k", "n"), (None,)),
-        (("s", "n"),),
-        {"k": "sum", "g": "sum"},
-        linear=_EACH,
-        positional=frozenset({"s", "g"}),
-        localize=_local_groups,
-    )
+    return _by_matrices((None,), {"s", "g"}, _local_groups)
+
+
+@rule(LOOKED_UP)
+def looked_up_matmul(call: OpCall) -> OpRule:
+    """Rows of x, each of which meets the matrix that its id says. A device with some of the matrices makes rows of 0
+    for the ids of others."""
+    return _by_matrices(("s",), {"g"}, _local_look_up)
+
+
+def _by_matrices(which: tuple[Dim, ...], positional: set[str], localize: Callable[[LocalCall], relax.Expr]) -> OpRule:
+    """Rows by matrices that the third operand, of dims `which`, says."""
+    operands, sums = (("s", "k"), ("g", "k", "n"), which), {"k": "sum", "g": "sum"}
+    return OpRule(operands, (("s", "n"),), sums, linear=_EACH, positional=frozenset(positional), localize=localize)
 
 
 def grouped_call(x: relax.Expr, weight: relax.Expr, ends: relax.Expr, dtype: str) -> relax.Call:
@@ -61,45 +68,25 @@ def grouped_call(x: relax.Expr, weight: relax.Expr, ends: relax.Expr, dtype: str
     return relax.op.call_pure_packed(GROUPED, x, weight, ends, sinfo_args=[info])
 
 
-def _local_groups(local: LocalCall) -> relax.Expr:
-    """The tiles' call, with what tells which rows and groups they are."""
-    dtype = "float32" if local.wide else local.call.outputs[0].dtype
-    info = relax.TensorStructInfo(local.out_tiles[0], dtype)
-    where: list[relax.Expr] = []
-    for tensor, layout in zip(local.call.inputs[:2], local.layouts[:2], strict=True):
-        where += [relax.ShapeExpr(tensor.shape), relax.StringImm(layout.text())]
-    return relax.op.call_pure_packed(GROUPED, *local.args, *where, sinfo_args=[info])
-
-
-LOOKED_UP = "mesh.looked_up_matmul"
-
-
-@rule(LOOKED_UP)
-def looked_up_matmul(call: OpCall) -> OpRule:
-    """Rows of x, each of which meets the matrix that its id says. A device with some of the matrices makes rows of 0
-    for the ids of others."""
-    return OpRule(
-        (("s", "k"), ("g", "k", "n"), ("s",)),
-        (("s", "n"),),
-        {"k": "sum", "g": "sum"},
-        linear=_EACH,
-        positional=frozenset({"g"}),
-        localize=_local_look_up,
-    )
-
-
 def looked_up_call(x: relax.Expr, weight: relax.Expr, ids: relax.Expr, dtype: str) -> relax.Call:
     """(S, K) rows by those of (G, K, N) matrices that (S,) ids say, as (S, N); rows with other ids are 0."""
     info = relax.TensorStructInfo([x.struct_info.shape[0], weight.struct_info.shape[2]], dtype)
     return relax.op.call_pure_packed(LOOKED_UP, x, weight, ids, sinfo_args=[info])
 
 
-def _local_look_up(local: LocalCall) -> relax.Expr:
-    """The tiles' call, with what tells which matrices they are."""
+def _local_rows(local: LocalCall, name: str, first: int) -> relax.Expr:
+    """The tiles' call, with what tells which of the rows (operand 0) and matrices (1) they are, from operand `first`
+    on."""
     dtype = "float32" if local.wide else local.call.outputs[0].dtype
     info = relax.TensorStructInfo(local.out_tiles[0], dtype)
-    where = relax.ShapeExpr(local.call.inputs[1].shape), relax.StringImm(local.layouts[1].text())
-    return relax.op.call_pure_packed(LOOKED_UP, *local.args, *where, sinfo_args=[info])
+    where: list[relax.Expr] = []
+    for tensor, layout in list(zip(local.call.inputs[:2], local.layouts[:2], strict=True))[first:]:
+        where += [relax.ShapeExpr(tensor.shape), relax.StringImm(layout.text())]
+    return relax.op.call_pure_packed(name, *local.args, *where, sinfo_args=[info])
+
+
+_local_groups = partial(_local_rows, name=GROUPED, first=0)
+_local_look_up = partial(_local_rows, name=LOOKED_UP, first=1)
 
 
 @rule("outer")

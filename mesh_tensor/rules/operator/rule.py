@@ -163,11 +163,8 @@ def has_rule(name: str) -> bool:
 
 
 def rule_of(call: OpCall, binding: str = "") -> OpRule:
-    """The rule of a call, checked against its shapes. `binding` is what the call is bound to, for messages.
-
-    Raises:
-        MeshTensorError: the operator has no rule.
-    """
+    """The rule of a call, checked against its shapes. `binding` is what the call is bound to, for messages. Refused
+    where the operator has no rule."""
     name = call.operator
     if name not in _RULES:
         refuse(

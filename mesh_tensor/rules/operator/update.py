@@ -57,11 +57,8 @@ def update_call(
 
 
 def optimizer_of(call: OpCall) -> tuple[Optimizer, int]:
-    """The optimizer, and how many slots the parameter has.
-
-    Raises:
-        MeshTensorError: the text is none that `update_call` wrote, or does not fit the operands.
-    """
+    """The optimizer, and how many slots the parameter has. Refused where the text is none that `update_call` wrote, or
+    does not fit the operands."""
     said: Any = loads(call.literals[-1]) if call.literals and isinstance(call.literals[-1], str) else None
     try:
         options = {

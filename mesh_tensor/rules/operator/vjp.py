@@ -74,16 +74,13 @@ def vjp_call(
 
 
 def vjp_of(call: OpCall) -> Vjp:
-    """What a call of `mesh.vjp` says.
-
-    Raises:
-        MeshTensorError: its text is none that `vjp_call` wrote, or does not fit its operands.
-    """
+    """What a call of `mesh.vjp` says. Refused where its text is none that `vjp_call` wrote, or does not fit its
+    operands."""
     text = call.literals[-1] if call.literals else None
     if not isinstance(text, str):
         refuse("mesh.vjp without a text that says of which operator", where=str(call.expr))
     stated = _read(text)
-    expected = [*(stated.operands[i] for i in stated.given), *(_results(stated)[i] for i in stated.seeds)]
+    expected = [*(stated.operands[i] for i in stated.given), *(stated.calls[-1][0].outputs[i] for i in stated.seeds)]
     shapes = [tensor.shape for tensor in call.inputs]
     wanted = [stated.operands[i].shape for i in stated.wrt]
     if shapes != [t.shape for t in expected] or [tensor.shape for tensor in call.outputs] != wanted:
@@ -209,10 +206,6 @@ def _numbers(arg: relax.Expr, known: dict[relax.Var, tuple[int, ...]]) -> tuple[
     if isinstance(arg, relax.Constant):
         return (arg,)
     return known.get(arg, ()) if isinstance(arg, relax.Var) else ()
-
-
-def _results(stated: Vjp) -> tuple[TensorType, ...]:
-    return stated.calls[-1][0].outputs
 
 
 def _stand_ins(types: Sequence[TensorType]) -> list[relax.Var]:

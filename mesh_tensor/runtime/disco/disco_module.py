@@ -62,11 +62,7 @@ def to_disco_module(plan: ModulePlan) -> tuple[ir.IRModule, Any]:
 
 
 def export(executable: Any, path: str) -> None:
-    """Compile what was built to a library that workers load.
-
-    Raises:
-        MeshTensorError: the C++ compiler refuses it.
-    """
+    """Compile what was built to a library that workers load. Refused where the C++ compiler does."""
     try:
         executable.export_library(path, options=["-O3", "-march=native"])
     except Exception as error:

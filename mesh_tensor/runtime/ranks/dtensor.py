@@ -27,7 +27,9 @@ from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, of_tiles
 from .carriers import MOVED
 from .device_meshes import named
 from .faults import Faults, agree, digest_of
+from .plan import Changes
 from .ranks import Ranks, ranks_of
+from .tiling import Tiling
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,6 +90,17 @@ def major_only(sharding: Sharding) -> Sharding:
     placements: dict[str, Placement] = dict(sharding.placements())
     placements |= {axis: Replicate() for axes in sharding.dims for axis in axes[1:]}
     return Sharding.of(sharding.mesh, sharding.ndim, placements)
+
+
+def agreed(sharding: Sharding, shape: Sequence[int]) -> Sharding:
+    """The layout; or, where torch and we split dims differently in it, one like it in which we don't."""
+    return sharding if lies_like_torch(sharding, shape) else major_only(sharding)
+
+
+def as_agreed(tensor: DTensor, sharding: Sharding, ranks: Ranks) -> tuple[DTensor, Sharding]:
+    """The DTensor that lies as `sharding`, and how it lies, where its parts are those that we split it into."""
+    ours = agreed(sharding, tensor.shape)
+    return (tensor if ours == sharding else moved_by_torch(tensor, ours, ranks)), ours
 
 
 def moved_by_torch(tensor: DTensor, sharding: Sharding, ranks: Ranks) -> DTensor:
@@ -176,6 +189,13 @@ def dtensor_maker(
     return make
 
 
+def laid_dtensor(local: torch.Tensor, tiling: Tiling, layout: Sharding, ranks: Ranks, changes: Changes) -> DTensor:
+    """The DTensor that lies as `layout`, of this rank's part of what lies as `tiling`. All ranks have to ask."""
+    ours = agreed(layout, tiling.shape)
+    made = as_dtensor(changes.part(tiling, ours, local), ranks.device_mesh, ours, tiling.shape)
+    return made if ours == layout else moved_by_torch(made, layout, ranks)
+
+
 def gradient_like(gradient: Any, placements: Sequence[Any] | None) -> Any:
     """The gradient of a DTensor that lies as `placements`, lying so, but whole where that is partial; what is none of
     a DTensor stays as it is."""
@@ -228,9 +248,7 @@ def from_dtensor(tensor: DTensor, mesh: Mesh | Mapping[str, int] | None = None) 
         facts |= {"tensors": f"{tuple(tensor.shape)} {tensor.dtype}, '{sharding}'"}
         agree(ranks, faults, facts)
         lane.run(digest_of(facts))
-        if not lies_like_torch(sharding, tensor.shape):
-            sharding = major_only(sharding)
-            tensor = moved_by_torch(tensor, sharding, ranks)
+        tensor, sharding = as_agreed(tensor, sharding, ranks)
         layout = layout_of(tuple(tensor.shape), tensor.dtype, sharding)
         mine = torch.zeros(layout.tile_shape, dtype=tensor.dtype, device=tensor.device)
         local = local_part(tensor)

@@ -12,12 +12,12 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from typing import Any, NoReturn
 
 from tvm import tirx
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.version import __version__
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import Step
 from mesh_tensor.targets.cpu import gelu
@@ -166,7 +166,7 @@ def program_facts(program: Program, target: str, overlap: str | int) -> dict[str
 
 def ways_of(ops: Iterable[str]) -> dict[str, str]:
     """What of a process decides how it computes these operators, as program_facts has it."""
-    return {"version of mesh_tensor": _version(), **({"gelu": gelu.how()} if any(_GELU in op for op in ops) else {})}
+    return {"version of mesh_tensor": __version__, **({"gelu": gelu.how()} if any(_GELU in op for op in ops) else {})}
 
 
 def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str = "", fix: str = "") -> None:
@@ -285,11 +285,3 @@ def _asked(facts: Mapping[str, str]) -> str:
 @functools.lru_cache(maxsize=256)
 def _text(func: tirx.PrimFunc) -> str:
     return func.script(show_meta=True)
-
-
-@functools.cache
-def _version() -> str:
-    try:
-        return metadata.version("mesh-tensor")
-    except metadata.PackageNotFoundError:
-        return "not installed"

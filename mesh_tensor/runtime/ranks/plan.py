@@ -14,6 +14,7 @@ import torch
 
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Replicate, Sharding
 from mesh_tensor.redistribution.plan import plan_moves
 from mesh_tensor.runtime.elementwise import Combine, fill
@@ -21,7 +22,9 @@ from mesh_tensor.runtime.reshard import Delivery, Piece, reshard_of
 
 from .carriers import region_size
 from .exchange import Exchange, Pending, TileTypes
-from .ranks import Group
+from .faults import Faults
+from .ranks import Group, Ranks
+from .tiling import Tiling
 
 # Bytes to send: from here on an all-reduce goes chunk by chunk instead of tile to everybody.
 _IN_CHUNKS_FROM = CPU.tuning.chunked_from
@@ -81,6 +84,32 @@ class RankRedistribution:
             exchange(now, new)
             now = new
         return now
+
+
+class Changes:
+    """What `ranks` have of tensors, brought into other layouts: made ready once for each change. Whoever asks for one
+    has all ranks ask for it; `faults` says whose fault it is where one fails."""
+
+    def __init__(self, ranks: Ranks, faults: Faults) -> None:
+        self._ranks, self._faults = ranks, faults
+        self._known: Recent[tuple, RankRedistribution] = Recent(KERNEL_SIZES)
+
+    def tile(self, tiling: Tiling, to: Sharding, tile: torch.Tensor) -> torch.Tensor:
+        """The tile of what lies as `tiling`, in another layout."""
+        key = (tiling.shape, tiling.dtype, tiling.sharding, to)
+        change = self._known.made(key, lambda: RankRedistribution(*key, self._ranks))
+        try:
+            return change(tile)
+        except RuntimeError as error:
+            what = f"'{tiling.sharding}' -> '{to}' of a tensor {tiling.shape} {tiling.dtype}"
+            self._faults.blame(error, f"a change of layout, {what}", range(self._ranks.mesh.num_devices))
+
+    def part(self, tiling: Tiling, to: Sharding, local: torch.Tensor) -> torch.Tensor:
+        """The part without padding, of a part or a tile."""
+        if to == tiling.sharding:
+            return local if local.shape == tiling.valid_shape else tiling.valid(local)
+        new = Tiling(tiling.shape, tiling.dtype, to, self._ranks.rank)
+        return new.valid(self.tile(tiling, to, tiling.tile(local)))
 
 
 def _group_for(deliveries: Sequence[Delivery], ranks: Peers) -> Group | None:

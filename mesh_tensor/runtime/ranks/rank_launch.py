@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.program import Parameter
 from mesh_tensor.redistribution.plan import RedistributionPlan
@@ -22,8 +21,8 @@ from mesh_tensor.runtime.backend import Memory, copied
 from mesh_tensor.runtime.elementwise import clone, copy
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .dtensor import as_dtensor, lies_like_torch, local_part, major_only, moved_by_torch
-from .plan import RankRedistribution
+from .dtensor import agreed, as_agreed, laid_dtensor, lies_like_torch, local_part
+from .plan import Changes
 from .rank_backend import RankBackend
 from .tiling import Tiling, tiling_of
 
@@ -61,7 +60,7 @@ class RankLaunch:
         self.ports = {port.name: port for port in self._ports}
         self.tilings = {port.name: port.tiling for port in self._ports}
         self.inputs = sum(port.input is not None for port in self._ports)
-        self._changes: Recent[tuple, RankRedistribution] = Recent(KERNEL_SIZES)
+        self.changes = Changes(self.ranks, backend.faults)
 
     def __call__(
         self,
@@ -123,16 +122,6 @@ class RankLaunch:
         """This rank's part of an input as its tile: of memory of its own, where the steps write to it."""
         return self._enter(self.ports[name], local)
 
-    def change(self, tiling: Tiling, to: Sharding, tile: torch.Tensor) -> torch.Tensor:
-        """The tile in another layout. All ranks have to ask."""
-        key = (tiling.shape, tiling.dtype, tiling.sharding, to)
-        change = self._changes.made(key, lambda: RankRedistribution(*key, self.ranks))
-        try:
-            return change(tile)
-        except RuntimeError as error:
-            doing = f"a change of layout, '{tiling.sharding}' -> '{to}'"
-            self._backend.faults.blame(error, doing, range(self.ranks.mesh.num_devices))
-
     @staticmethod
     def _write(tiling: Tiling, tile: torch.Tensor, given: torch.Tensor) -> None:
         source = tiling.valid(tile)
@@ -179,14 +168,14 @@ def transfers(launch: RankLaunch, layouts: Mapping[str, Sharding], returned: Seq
     for name, layout in layouts.items():
         port = launch.ports[name]
         if port.input is not None:
-            mine = layout if lies_like_torch(layout, port.input.shape) else major_only(layout)
-            found += _between(name, True, port.input, [layout, mine, port.input.sharding], by_torch=0)
+            way = [layout, agreed(layout, port.input.shape), port.input.sharding]
+            found += _between(name, True, port.input, way, by_torch=0)
     for name in returned:
         tiling = launch.ports[name].output
         assert tiling is not None
         layout = layouts.get(name, tiling.sharding)
-        mine = layout if lies_like_torch(layout, tiling.shape) else major_only(layout)
-        found += _between(name, False, tiling, [tiling.sharding, mine, layout], by_torch=1)
+        way = [tiling.sharding, agreed(layout, tiling.shape), layout]
+        found += _between(name, False, tiling, way, by_torch=1)
     return found
 
 
@@ -215,37 +204,24 @@ def enter(launch: RankLaunch, name: str, tensor: DTensor, layout: Sharding) -> t
         return local_part(tensor)
     if port.input is None:
         return None
-    if not lies_like_torch(layout, shape):
-        layout = major_only(layout)
-        tensor = moved_by_torch(tensor, layout, launch.ranks)
+    tensor, layout = as_agreed(tensor, layout, launch.ranks)
     local = local_part(tensor)
     if layout == wanted:
         return local
     tiling = Tiling(shape, tensor.dtype, layout, launch.ranks.rank)
-    return launch.change(tiling, wanted, tiling.tile(local))
+    return launch.changes.tile(tiling, wanted, tiling.tile(local))
 
 
 def leave(launch: RankLaunch, name: str, given: DTensor | None, layout: Sharding | None, result: torch.Tensor) -> Any:
     """The DTensor for a result: the one that was passed, filled, or a new one that lies as the parameter does."""
     tiling = launch.ports[name].output
     assert tiling is not None
-    sharding, device_mesh = tiling.sharding, launch.ranks.device_mesh
     if given is None or layout is None:
-        return _made(launch, tiling, result, sharding, device_mesh)
-    if layout == sharding and lies_like_torch(layout, tiling.shape):
+        return laid_dtensor(result, tiling, tiling.sharding, launch.ranks, launch.changes)
+    if layout == tiling.sharding and lies_like_torch(layout, tiling.shape):
         return given  # it was written
-    made = _made(launch, tiling, result, layout, device_mesh)
+    made = laid_dtensor(result, tiling, layout, launch.ranks, launch.changes)
     target = local_part(given)
     if target.numel():
         copy(target, local_part(made))
     return given
-
-
-def _made(launch: RankLaunch, tiling: Tiling, result: torch.Tensor, layout: Sharding, device_mesh: Any) -> DTensor:
-    """A DTensor that lies as `layout`, from this rank's valid part of the value."""
-    possible = layout if lies_like_torch(layout, tiling.shape) else major_only(layout)
-    if possible != tiling.sharding:
-        tile = launch.change(tiling, possible, tiling.tile(result))
-        result = Tiling(tiling.shape, tiling.dtype, possible, launch.ranks.rank).valid(tile)
-    made = as_dtensor(result, device_mesh, possible, tiling.shape)
-    return made if possible == layout else moved_by_torch(made, layout, launch.ranks)

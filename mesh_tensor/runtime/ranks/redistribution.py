@@ -11,7 +11,6 @@ import torch
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.runtime.ambient import undisturbed, why_not_plain
@@ -19,20 +18,20 @@ from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, ShardingLike, as
 
 from .dtensor import (
     PART_FIX,
+    as_agreed,
     as_dtensor,
     from_placements,
     is_dtensor,
+    laid_dtensor,
     lies_like_torch,
     local_part,
-    major_only,
     mesh_of,
-    moved_by_torch,
     part_problem,
     to_placements,
 )
 from .faults import Faults, agree, digest_of
 from .lane import Lane
-from .plan import RankRedistribution
+from .plan import Changes
 from .ranks import Ranks, known_on, ranks_of
 from .tiling import Tiling
 
@@ -73,7 +72,7 @@ class _Changes:
         self._ranks, self._lane, self._faults = ranks, lane, Faults(ranks, "mt.redistribute")
         self._agreed: tuple | None = None  # what the last call asked for
         self._digest = 0  # of that
-        self._changes: Recent[tuple, RankRedistribution] = Recent(KERNEL_SIZES)
+        self._changes = Changes(ranks, self._faults)
 
     def redistribute(self, tensor: DTensor, sharding: ShardingLike) -> DTensor:
         with self._lane:
@@ -99,16 +98,10 @@ class _Changes:
             return self._redistributed(tensor, src, wanted)
 
     def _redistributed(self, tensor: DTensor, src: Sharding, wanted: Sharding) -> DTensor:
-        shape = tuple(tensor.shape)
-        if not lies_like_torch(src, shape):
-            src = major_only(src)
-            tensor = moved_by_torch(tensor, src, self._ranks)
-        possible = wanted if lies_like_torch(wanted, shape) else major_only(wanted)
-        local = local_part(tensor)
-        if src != possible:
-            local = self._change(Tiling(shape, tensor.dtype, src, self._ranks.rank), possible, local)
-        made = as_dtensor(local, self._ranks.device_mesh, possible, shape)
-        return made if possible == wanted else moved_by_torch(made, wanted, self._ranks)
+        tensor, src = as_agreed(tensor, src, self._ranks)
+        local = local_part(tensor).resolve_conj().resolve_neg()  # memory is sent as it is
+        tiling = Tiling(tuple(tensor.shape), tensor.dtype, src, self._ranks.rank)
+        return laid_dtensor(local, tiling, wanted, self._ranks, self._changes)
 
     def _agree(self, tensor: DTensor, src: Sharding, wanted: Sharding) -> None:
         """All ranks ask for the same; found out whenever this one asks for something else than before."""
@@ -119,19 +112,6 @@ class _Changes:
             agree(self._ranks, self._faults, facts)
             self._agreed, self._digest = key, digest_of(facts)
         self._lane.run(self._digest)
-
-    def _change(self, tiling: Tiling, to: Sharding, local: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the tensor in another layout."""
-        key = (tiling.shape, tiling.dtype, tiling.sharding, to)
-        change = self._changes.made(key, lambda: RankRedistribution(*key, self._ranks))
-        local = local.resolve_conj().resolve_neg()  # memory is sent as it is
-        tile = local.contiguous() if local.shape == tiling.tile_shape else tiling.tile(local)
-        try:
-            new = change(tile)
-        except RuntimeError as error:
-            doing = f"'{tiling.sharding}' -> '{to}' of a tensor {tiling.shape} {tiling.dtype}"
-            self._faults.blame(error, doing, range(self._ranks.mesh.num_devices))
-        return Tiling(tiling.shape, tiling.dtype, to, self._ranks.rank).valid(new)
 
 
 @lru_cache(maxsize=64)

@@ -43,11 +43,8 @@ def _place() -> str:
 
 
 def shared_wire(name: str, rank: int, count: int, timeout: timedelta) -> SharedWire:
-    """The wire of a rank, of `count` that all ask at the same time, by one name that nobody else uses.
-
-    Raises:
-        RuntimeError: one of them doesn't within the timeout.
-    """
+    """The wire of a rank, of `count` that all ask at the same time, by one name that nobody else uses. Raises
+    RuntimeError where one of them doesn't within the timeout."""
     end = time.monotonic() + timeout.total_seconds()
     peers: dict[int, socket.socket] = {}
     with _socket() as listener:

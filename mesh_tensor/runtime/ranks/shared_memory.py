@@ -47,11 +47,8 @@ class Block:
 
 
 def new_block(size: int) -> tuple[Block, int]:
-    """A block, and its file, which the caller closes once it was passed on.
-
-    Raises:
-        OSError: there is no such memory.
-    """
+    """A block, and its file, which the caller closes once it was passed on. Raises OSError where there is no such
+    memory."""
     file = os.memfd_create("mesh_tensor")
     try:
         os.posix_fallocate(file, 0, _HEAD + size)  # or a lack of memory would end the process when it is written

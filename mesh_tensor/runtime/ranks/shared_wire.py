@@ -84,11 +84,7 @@ class _Peer:
         return True
 
     def say(self, record: bytes, file: int) -> None:
-        """Send a packet, and a file with it, which is closed then.
-
-        Raises:
-            BlockingIOError: there is no room.
-        """
+        """Send a packet, and a file with it, which is closed then. Raises BlockingIOError where there is no room."""
         if file < 0:
             self.end.send(record, socket.MSG_NOSIGNAL)
         else:

@@ -173,11 +173,8 @@ class Launch:
 
 
 def entangled(tensors: Mapping[str, AnyTensor | None], writes: Collection[str], name: str) -> bool:
-    """Some tensor that was passed to the kernel `name` and is one of `writes` overlaps in memory with another.
-
-    Raises:
-        MeshTensorError: two that are written do.
-    """
+    """Some tensor that was passed to the kernel `name` and is one of `writes` overlaps in memory with another. Refused
+    where two that are written do."""
     if all(tensors[name] is None for name in writes):
         return False
     given = {param: _parts(tensor) for param, tensor in tensors.items() if tensor is not None}

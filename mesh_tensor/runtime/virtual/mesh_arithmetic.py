@@ -26,11 +26,8 @@ _MULTIPLES = ("mul", "multiply", "div", "divide", "true_divide")  # linear in on
 
 @undisturbed
 def compute(func: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Tiles, Layout]:
-    """The tiles of `func(*args, **named)`, and how they lie.
-
-    Raises:
-        MeshTensorError: `func` is not element-wise, the tensors do not lie alike, or their parts don't tell the result.
-    """
+    """The tiles of `func(*args, **named)`, and how they lie. Refused where `func` is not element-wise, the tensors do
+    not lie alike, or their parts don't tell the result."""
     name = name_of(func, named)
     values = [*args, *named.values()]
     tensors = [value for value in values if isinstance(value, Arithmetic)]
@@ -264,11 +261,8 @@ ELEMENTWISE = _functions()
 
 
 def name_of(func: Callable[..., Any], named: Mapping[str, Any]) -> str:
-    """The name of an element-wise function that is called so.
-
-    Raises:
-        MeshTensorError: it is not one, or is to write into what is there.
-    """
+    """The name of an element-wise function that is called so. Refused where it is not one, or is to write into what is
+    there."""
     refused = [key for key in ("out", "inplace") if named.get(key) is not None and named[key] is not False]
     whole = "or take its whole tensor, .full(), or a device's tile, .tile(rank)"
     if refused:

@@ -16,12 +16,10 @@ from .table import Function, Place, placed_torch_op
 def _grouped_matmul(call: OpCall, place: Place) -> Function:
     """The groups that this device has matrices of, in the rows that it has; 0 elsewhere."""
     dtype, shape = torch_dtype(call.outputs[0].dtype), call.outputs[0].shape
-    row, group, held = 0, 0, call.inputs[1].shape[0]
+    (group, held), row = _matrices(call, place), 0
     if place.mesh is not None and len(call.literals) > 1:
-        _, rows, rows_text, weights, weights_text = call.literals
-        row = Sharding.parse(place.mesh, 2, rows_text).tile_offset(rows, place.rank)[0]
-        layout = Sharding.parse(place.mesh, 3, weights_text)
-        group, held = (of(weights, place.rank)[0] for of in (layout.tile_offset, layout.valid_extent))
+        rows, text = call.literals[1:3]
+        row = Sharding.parse(place.mesh, 2, text).tile_offset(rows, place.rank)[0]
 
     def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         bounds = [max(0, min(shape[0], end - row)) for end in (0, *ends.tolist())]
@@ -39,11 +37,7 @@ def _grouped_matmul(call: OpCall, place: Place) -> Function:
 def _looked_up_matmul(call: OpCall, place: Place) -> Function:
     """Rows by the matrices that this device has, those that meet the same one together; 0 elsewhere."""
     dtype, shape = torch_dtype(call.outputs[0].dtype), call.outputs[0].shape
-    first, held = 0, call.inputs[1].shape[0]
-    if place.mesh is not None and len(call.literals) > 1:
-        _, weights, text = call.literals
-        layout = Sharding.parse(place.mesh, 3, text)
-        first, held = (of(weights, place.rank)[0] for of in (layout.tile_offset, layout.valid_extent))
+    first, held = _matrices(call, place)
 
     def looked_up_matmul(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         known, order = ids.sort(stable=True)
@@ -59,3 +53,12 @@ def _looked_up_matmul(call: OpCall, place: Place) -> Function:
         return result
 
     return looked_up_matmul
+
+
+def _matrices(call: OpCall, place: Place) -> tuple[int, int]:
+    """The first of the matrices that a device has, and how many it has: its call says last how these lie."""
+    if place.mesh is None or len(call.literals) < 2:
+        return 0, call.inputs[1].shape[0]
+    weights, text = call.literals[-2:]
+    layout = Sharding.parse(place.mesh, 3, text)
+    return layout.tile_offset(weights, place.rank)[0], layout.valid_extent(weights, place.rank)[0]

@@ -22,17 +22,13 @@ def _softmax(call: OpCall) -> Function:
     return lambda x: function(x, dim)
 
 
-@torch_op(SOFTMAX_GRADIENT)
+@torch_op(SOFTMAX_GRADIENT, LOG_SOFTMAX_BACKWARD)
 def _softmax_gradient(call: OpCall) -> Function:
-    """Of the gradient of a softmax, and the softmax; the attributes are those of the sum in it."""
+    """Of the gradient of a softmax, or of its logarithm, and that; the attributes are those of the sum in it."""
     (dim,), dtype = call.axes(call.attr("axis")), torch_dtype(call.outputs[0].dtype)
-    return lambda d, y: torch.ops.aten._softmax_backward_data(d, y, dim, dtype)
-
-
-@torch_op(LOG_SOFTMAX_BACKWARD)
-def _log_softmax_backward(call: OpCall) -> Function:
-    (dim,), dtype = call.axes(call.attr("axis")), torch_dtype(call.outputs[0].dtype)
-    return lambda gradient, result: torch.ops.aten._log_softmax_backward_data(gradient, result, dim, dtype)
+    aten = torch.ops.aten
+    of = aten._softmax_backward_data if call.name == SOFTMAX_GRADIENT else aten._log_softmax_backward_data
+    return lambda gradient, result: of(gradient, result, dim, dtype)
 
 
 @torch_op("nn.layer_norm")

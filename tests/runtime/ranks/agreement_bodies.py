@@ -32,7 +32,7 @@ def different_dtypes(rank):
 def different_versions(rank):
     """Rank 1 runs another mesh_tensor."""
     if rank == 1:
-        faults._version = lambda: "99.0"
+        faults.__version__ = "99.0"
     return first_call(matmul_kernel())
 
 
