@@ -48,13 +48,22 @@ def raise_on(problems: list[str], what: str) -> None:
 
 
 def local_problems(
-    func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment, mesh: Mesh, *, over_tiles: bool
+    func: tirx.PrimFunc,
+    analysis: Analysis,
+    assignment: Assignment,
+    mesh: Mesh,
+    *,
+    over_tiles: bool,
+    axes: Sequence[str] = (),
 ) -> list[str]:
-    """What is wrong with a local kernel, which was made of what was analysed."""
+    """What is wrong with a local kernel, which was made of what was analysed. Its last parameters are the coordinates
+    on `axes`."""
     problems = [*leftovers(func), *collectives_in(func)]
     if not over_tiles:
         problems += _long_loops(func, analysis, assignment, mesh)
-    problems += accesses_outside(func, {*analysis.coordinates.detached, *_left_as_they_are(analysis)})
+    coordinates = dict(zip(func.params[len(func.params) - len(axes) :], map(mesh.size, axes), strict=True))
+    unchecked = {*analysis.coordinates.detached, *_left_as_they_are(analysis)}
+    problems += accesses_outside(func, unchecked, coordinates)
     if not tirx.analysis.verify_well_formed(declared(func), assert_mode=False):
         problems.append("it is not well-formed: a variable is used but not defined, or defined twice")
     return problems
