@@ -53,9 +53,8 @@ def import_torch(
     original, importer = program, _Importer()
     importer.groups = groups or {}
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="`isinstance.treespec, LeafSpec", category=FutureWarning
-        )  # torch's own
+        for own in ("`isinstance.treespec, LeafSpec", r"erase_node\("):  # torch's; the second one of 2.14
+            warnings.filterwarnings("ignore", message=own)
         try:
             program = decomposed(with_constants(with_plain_inputs(program)), KEPT, importer.convert_map)
         except Exception as error:  # torch's own, of what it can't take apart
