@@ -24,7 +24,7 @@ def added_up(made: ModuleProgram, program: Program, numbers: Collection[int]) ->
 
 def by_names(
     made: ModuleProgram, ends: Collection[int], totals: Mapping[int, str], handed_on: Collection[int]
-) -> dict[str, Collection[str]]:
+) -> dict[str, Any]:
     """Parameters and results, by their numbers, by the program's names, as RankBackend takes them."""
     return {
         "ends": {made.inputs[number] for number in ends} - _names_in(made.result),

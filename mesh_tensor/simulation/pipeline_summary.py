@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .summary import CURVE, LEFT, ROW, WIDTH, in_bytes, in_seconds, label, named, rect, way_out, written
+from .summary import CURVE, LEFT, ROW, WIDTH, in_bytes, in_seconds, label, left_out_lines, named, rect, way_out, written
 
 if TYPE_CHECKING:
     from .pipelines import PipelineSimulation
@@ -110,7 +110,7 @@ def pipeline_table(simulation: PipelineSimulation) -> str:
         lines.append(f"  {stage}{kind}  {in_seconds(run.time)}, {in_bytes(run.peak_bytes)} per device{words}")
     for (source, target), seconds in made.transfers.items():
         lines.append(f"  from stage {source} to {target}  {in_seconds(seconds)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *left_out_lines(made.left_out)])
 
 
 def pipeline_trace(simulation: PipelineSimulation, path: str | Path | None) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class PipelineSimulation:
     held         per mesh: the most bytes that one of its devices holds while each action runs, and at last
     takes        per stage, the stages that it takes values of
     devices      per mesh
+    left_out     what is not simulated, in words
     """
 
     machine: Machine
@@ -54,6 +55,7 @@ class PipelineSimulation:
     held: tuple[tuple[int, ...], ...]
     takes: Takes
     devices: tuple[int, ...]
+    left_out: tuple[str, ...] = ()
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -279,6 +281,7 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
         held_bytes_of(pipe.schedule, stages, made, len(names)),
         {here.stage.index: tuple(dict.fromkeys(here.stage.takes.values())) for here in stages},
         tuple(pipe.topology[name].num_devices for name in names),
+        tuple(dict.fromkeys([*(text for run in made.values() for text in run.left_out), *pipe.not_simulated])),
     )
 
 

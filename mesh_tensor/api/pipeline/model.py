@@ -229,6 +229,15 @@ class Pipeline:
         """What every stage runs, for the sizes planned last."""
         return self._planned.latest
 
+    @property
+    def not_simulated(self) -> tuple[str, ...]:
+        """What simulations of a call leave out, in words."""
+        kinds = sorted({kind for kind in self.memory.values() if kind != "device"})
+        found = [
+            f"values that are held in {kind}, and their way there: as if they stayed on the device" for kind in kinds
+        ]
+        return (*found, *["the optimizer's update"] * bool(self.trained))
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of the last call's loss, whole, by the names of the weights; a weight that several stages have
         gets the sum of theirs. On ranks, all have to ask."""
