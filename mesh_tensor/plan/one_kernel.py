@@ -145,9 +145,7 @@ class KernelDecision:
         inputs, outputs = tuple(values[: len(self.inputs)]), tuple(values[len(self.inputs) :])
         operands = [value.variable() for value in inputs]
         call = OpCall("call_tir", operands, tuple(v.type for v in inputs), tuple(v.type for v in outputs))
-        node = Node(
-            call, inputs, outputs, (), "kernel", self.analysis.kernel.func, flops_of(self.analysis.kernel.statements)
-        )
+        node = Node(call, inputs, outputs, (), "kernel", self.analysis.kernel.func, flops_of(self.analysis.kernel))
         stated = {v: Annotation(self.asked[v.name]) for v in values if v.name in self.asked}
         graph = Graph("kernel", self.mesh, list(inputs), [node], outputs, stated)
         atoms = find_atoms(graph, {node: rule})
