@@ -38,14 +38,14 @@ _MORE_NAMES = "cdefgijopqtuvwxyz"
 class Analysis:
     """Everything the later stages ask about one kernel (a function with one grid).
 
-    `windows`: the dims that no factor walks, but of which a factor's positions read bounded windows. `lookups`: those
-    that are indexed by data, each a factor that nothing walks."""
+    `windows`: the dims that no factor walks, but of which a factor's positions read bounded windows, or, without a
+    factor, all devices the same one. `lookups`: those that are indexed by data, each a factor that nothing walks."""
 
     kernel: Kernel
     coordinates: Coordinates
     reductions: Mapping[Factor, Reduction]
     taints: Taints
-    windows: Mapping[Dim, tuple[Factor, Reaches]] = field(default_factory=dict)
+    windows: Mapping[Dim, tuple[Factor | None, Reaches]] = field(default_factory=dict)
     lookups: Mapping[Dim, Factor] = field(default_factory=dict)
 
     @property
@@ -70,7 +70,7 @@ class Analysis:
         )
 
     def read_from(self, param: str, dim: int) -> Factor | None:
-        """The factor from whose positions windows of a dim are read; None if it is no such dim."""
+        """The factor from whose positions windows of a dim are read; None if there is none."""
         return self.windows[(param, dim)][0] if (param, dim) in self.windows else None
 
     def written(self, param: str) -> bool:
