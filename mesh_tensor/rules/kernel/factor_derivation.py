@@ -238,7 +238,8 @@ class _Round:
                 return False
             if self._join_if_as_long(factor, other):
                 return True
-        self._disagree(*sorted((a, b), key=lambda at: not self._is_left_behind(at, statement)), statement.unknown)
+        first, second = sorted((a, b), key=lambda at: not self._is_left_behind(at, statement))
+        self._disagree(first, second, statement.unknown)
         return False
 
     def _is_left_behind(self, at: _Walked, statement: Statement) -> bool:

@@ -48,7 +48,7 @@ def candidates(kernel: Kernel, coordinates: Coordinates) -> list[Factor]:
     found = [
         (param, dim)
         for param, dim in coordinates.detached
-        if _is_indexed_by_data(kernel, kernel.params[param], dim) or _is_at_constants(kernel, kernel.params[param], dim)
+        if _is_indexed_by_data(kernel, kernel.params[param], dim) or is_at_constants(kernel, kernel.params[param], dim)
     ]
     single = [(place,) for place in found]
     together = [*_at_one_place(kernel, coordinates, found), *dims_of_rows(kernel, found)]
@@ -114,7 +114,7 @@ def _is_indexed_by_data(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
     return all(is_loaded(kernel, s, access, dim) or is_bound_to_loads(kernel, s, access, dim) for s, access in uses)
 
 
-def _is_at_constants(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
+def is_at_constants(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
     """Whether all that uses the parameter is understood, and writes at constants of the dim."""
     uses = known_uses(kernel, buffer)
     return bool(uses) and buffer.dtype != "bool" and all(puts_at_constant(s, access, dim) for s, access in uses)
