@@ -20,7 +20,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.redistribution.plan import illegal_move
-from mesh_tensor.rules.kernel.factors import tile_extent
+from mesh_tensor.rules.kernel.factors import goes_beyond, tile_extent
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import buffer_params
 from mesh_tensor.tir.bounds import accesses_outside
@@ -107,6 +107,9 @@ def _long_loops(func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment,
         tile = tirx.convert(tile_extent(factor.size, parts))
         for form in analysis.coordinates.forms[factor]:
             var, coefficient = form.ordered[0]
+            loop = analysis.kernel.loops.get(var)
+            if loop is not None and len(form.terms) == 1 and goes_beyond(loop.extent, coefficient, factor.size):
+                continue  # it goes on behind the dim, and so behind the tile
             if var in extents and not analyzer.can_prove(extents[var] <= ceildiv(tile, coefficient)):
                 problems.append(f"loop {var} runs {extents[var]} times over tiles of {tile} in blocks of {coefficient}")
     return problems
