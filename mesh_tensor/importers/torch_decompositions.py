@@ -4,8 +4,9 @@ taken apart once: torch's own way traces the whole program again, several times.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ _FAILED = object()
 _INSTANCE_NORM = torch.ops.aten.instance_norm.default
 _ARITHMETIC = frozenset(function for function in vars(operator).values() if callable(function))
 _SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)
-Table = dict[Any, Callable[..., Any]]
+Table = Mapping[Any, Callable[..., Any]]
 
 
 class DecomposedProgram:
@@ -46,12 +47,12 @@ def decomposed(
 ) -> Any:
     """The program, taken apart but for the operators that are `kept`. `known` are the names of operators that can be
     imported. Where torch's own way may do something else, it is taken."""
-    ops = {op: made_of for op, made_of in _decompositions(_composite_ops()).items() if op not in kept}
     norms = [node for node in program.graph.nodes if node.target is _INSTANCE_NORM]
-    if all(node.args[3] is None and node.args[4] is None for node in norms):
-        ops[_INSTANCE_NORM] = _instance_norm
+    by_rows = all(node.args[3] is None and node.args[4] is None for node in norms)
+    ops = _decompositions(_composite_ops(), frozenset(kept), by_rows)
     if (made := _Decomposition(program, ops, kept, known).made()) is not None:
         return made
+    ops = dict(ops)  # of which torch's own way takes some
     program = program.run_decompositions(ops)
     # What torch's own way leaves: operators of graphs, and operators that are made of others in two ways.
     others = (*GRAPHS, *FUNCTIONS, *INLINED)
@@ -70,10 +71,13 @@ def _composite_ops() -> frozenset[str]:
     return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
 
 
-@lru_cache(maxsize=1)
-def _decompositions(_registered: frozenset[str]) -> Table:
-    """What torch takes apart, of all that is registered: most of the time that the import of a small program takes."""
-    return {**torch.export.default_decompositions().materialize(), **OWN_DECOMPOSITIONS}
+@lru_cache(maxsize=2)
+def _decompositions(_registered: frozenset[str], kept: frozenset[torch._ops.OpOverload], by_rows: bool) -> Table:
+    """What is taken apart, of all that is registered: most of the time that the import of a small program takes.
+    `by_rows`: whether norms of instances are taken over each row's channels by themselves."""
+    known = {**torch.export.default_decompositions().materialize(), **OWN_DECOMPOSITIONS}
+    made = {op: made_of for op, made_of in known.items() if op not in kept}
+    return MappingProxyType({**made, _INSTANCE_NORM: _instance_norm} if by_rows else made)
 
 
 class _Decomposition:
