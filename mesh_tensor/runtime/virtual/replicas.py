@@ -4,13 +4,12 @@ device would never see that another's is wrong. After every step, where checks a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from mesh_tensor.lowering.verify import raise_on
 from mesh_tensor.program.program import Program, ProgramValue
-from mesh_tensor.program.steps import Step
 from mesh_tensor.runtime.backend import Action, Memory, part_of
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.reshard import Tiles
@@ -19,22 +18,30 @@ from mesh_tensor.targets.dtypes import torch_dtype
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def compared(step: Step, program: Program, action: Action | None) -> Action | None:
-    """The action of a step, and then a look at what it wrote.
+def written(program: Program, number: int) -> Callable[[Memory], None]:
+    """A look at what the step of this number has written.
 
     Raises:
-        VerificationError: when it is run, and devices that are to hold the same of a value don't. It names the value,
+        VerificationError: when it is taken, and devices that are to hold the same of a value don't. It names the value,
             the devices and the first element.
     """
+    step = program.steps[number]
     is_there = step.starts is None or step.starts.wait
     values = [value for name in step.writes if not (value := program.values[name]).inner] if is_there else []
-    if action is None or not values:
-        return action
+
+    def look(memory: Memory) -> None:
+        problems = [fact for value in values for fact in _differing(value, memory.held[value.storage])]
+        raise_on(problems, f"program {program.name}: what {step.words} leaves")
+
+    return look
+
+
+def compared(action: Action, at: int) -> Action:
+    """The action of a step, and then the look that `Memory.sized` has under this number."""
 
     def run(memory: Memory) -> None:
         action(memory)
-        problems = [fact for value in values for fact in _differing(value, memory.held[value.storage])]
-        raise_on(problems, f"program {program.name}: what {step.words} leaves")
+        memory.sized[at](memory)
 
     return run
 

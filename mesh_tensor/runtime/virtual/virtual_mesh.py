@@ -36,7 +36,7 @@ from mesh_tensor.targets.totals import totals_of
 
 from .one_tile import one_tiles
 from .operators import OpAction, OpKind, one_by_one
-from .replicas import compared
+from .replicas import compared, written
 
 
 class VirtualMesh:
@@ -53,8 +53,7 @@ class VirtualMesh:
         self._makers: list[Callable[[VirtualMesh], Any]] = []
         self._numbers: dict[tuple, int] = {}
         _check_storages(program)
-        # What a kernel leaves as it was in new memory is garbage without poison.
-        self._compares = enabled() and program.mesh.num_devices > 1 and (poison or not program.kernels)
+        self._compares = enabled() and program.mesh.num_devices > 1
         self._records = recorded_pairs(program)
         alone = program.mesh.num_devices == 1 and not poison
         self._is_shared = not totals and not program.kernels and not program.loops and not (alone and self._records)
@@ -108,8 +107,10 @@ class VirtualMesh:
     def _run(self, run: Sequence[Step]) -> Action | None:
         """What steps that follow each other are here; several are OpSteps of a mesh's only device."""
         if not isinstance(run[0], OpStep) or self.program.mesh.num_devices > 1 or self._poison:
-            made = run[0].mean(self)
-            return compared(run[0], self.program, made) if self._compares else made
+            made, number = run[0].mean(self), self._places[id(run[0])]
+            if made is None or not self._compares:
+                return made
+            return compared(made, self._by_size(("compared", number), lambda mesh: written(mesh.program, number)))
         first = Section(run, self.program, 0, self._target, listed=True, records=self._records, totals=self._totals)
         numbers = [self._places[id(step)] for step in first.steps]
         at = self._by_size(("section", numbers[0]), partial(_section_of, first=first, of=self.program, numbers=numbers))
@@ -254,7 +255,8 @@ class VirtualMesh:
 
     def alloc(self, step: AllocStep) -> Action:
         """Every device gets a tile, unless the caller brought this storage."""
-        storage, device, poison = step.storage, self.device, self._poison
+        # Where devices are compared, what nothing writes is alike.
+        storage, device, poison = step.storage, self.device, self._poison or self._compares
         name = self.stored[storage]
         one = next((one for one in self._one_tiles if one.storage == storage and one.total is not None), None)
         if one is not None:

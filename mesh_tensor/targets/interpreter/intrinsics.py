@@ -53,8 +53,8 @@ def _power_of_int(base: Any, exponent: Any) -> Any:
 
 
 def _leading_zeros(x: Any) -> Any:
-    bits = x.dtype.itemsize * 8
-    zeros = sum((x.astype(np.int64) & ((1 << bits) - 1)) < (1 << n) for n in range(bits))
+    bits, pattern = x.dtype.itemsize * 8, x.view(f"u{x.dtype.itemsize}")
+    zeros = sum(pattern < pattern.dtype.type(1 << n) for n in range(bits))
     return np.asarray(zeros, np.int32)[()]
 
 

@@ -97,6 +97,13 @@ def test_functions_of_floats_agree_with_torch(dtype):
     check_all(in_float64, [values(dtype)], rtol=6 * EPS[dtype], atol=6 * EPS[dtype])
 
 
+def test_zero_keeps_its_sign():
+    odd = [T.tanh, T.erf, T.sin, T.tan, T.sinh, T.atan, T.asinh, T.sqrt, T.floor, T.ceil, T.trunc, T.round]
+    made = run_all(odd, [torch.tensor([0.0, -0.0])])
+    assert made.signbit().tolist() == [[False, True]] * len(odd)
+    assert (made == 0).all()
+
+
 EXACT = {
     "floor": (T.floor, torch.floor),
     "ceil": (T.ceil, torch.ceil),

@@ -55,6 +55,21 @@ def test_functions(name, dtype):
     assert one[0] == y[0]
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int64", "uint64"])
+def test_leading_zeros(dtype):
+    bits, limits = np.dtype(dtype).itemsize * 8, np.iinfo(dtype)
+
+    @T.prim_func
+    def func(X: T.Tensor((5,), dtype), Y: T.Tensor((5,), "int32")):
+        with T.Kernel(1, threads=32):
+            for i in T.Parallel(5):
+                Y[i] = T.clz(X[i])
+
+    x, y = np.array([0, 1, 5, limits.max, limits.min], dtype), np.zeros(5, np.int32)
+    interpret(func, [x, y])
+    assert y.tolist() == [bits - (int(value) % 2**bits).bit_length() for value in x]
+
+
 @pytest.mark.parametrize("scalar", [False, True])
 def test_integer_division_rounds_as_tir_says(scalar):
     kind = T.serial if scalar else T.Parallel

@@ -65,7 +65,7 @@ MT_INLINE float mt_tanh_float32(float x) {
   p = p * z - 3.33332819422e-1f;
   float small = p * z * x + x;
   float large = 1.0f - 2.0f / (mt_exp_float32(2.0f * magnitude) + 1.0f);
-  return magnitude < 0.625f ? small : __builtin_copysignf(large, x);
+  return __builtin_copysignf(magnitude < 0.625f ? small : large, x);
 }
 
 MT_INLINE float mt_erf_float32(float x) {
