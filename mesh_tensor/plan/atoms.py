@@ -19,6 +19,7 @@ from mesh_tensor.rules.operator import OpRule
 from mesh_tensor.rules.operator.manual import factor_of
 from mesh_tensor.rules.operator.rule import Dim, InnerReduction, atoms_of
 
+from .hindered import Hindrances
 from .ir import Graph, Node, Value
 from .manual import Axes, varying
 from .wiring import Sizes, Wiring, settle
@@ -88,28 +89,9 @@ class Atoms:
         return shapes | {value: (*(n for _, n in axes), *shapes[value]) for value, axes in self.devices.items()}
 
     @cached_property
-    def hindered(self) -> frozenset[tuple[Value, int]]:
-        """The (value, atom) which some operator needs or makes whole, there or where it has spread to: the number of
-        parts that a fused layer is split into. What is made of nothing (a range) is cut for nothing. Devices of a
-        manual computation are split, whatever needs them whole."""
-        parent: dict[tuple[Value, int], tuple[Value, int]] = {}
-
-        def find(atom: tuple[Value, int]) -> tuple[Value, int]:
-            while (above := parent.setdefault(atom, atom)) != atom:
-                parent[atom] = atom = parent[above]
-            return atom
-
-        whole = []
-        for node, rule in self.rules.items():
-            at: dict[str, tuple[Value, int]] = {}
-            for value, factors in zip((*node.inputs, *node.outputs), (*rule.followed, *rule.outputs), strict=True):
-                for position, factor in enumerate(factors):
-                    if factor is None:
-                        whole += [(value, position)] if node.inputs else []
-                    elif factor not in rule.fixed.values():
-                        parent[find((value, position))] = find(at.setdefault(factor, (value, position)))
-        found = {find(atom) for atom in whole}
-        return frozenset(atom for atom in parent if find(atom) in found)
+    def hindrances(self) -> Hindrances:
+        """Which atoms lead to what some operator needs whole."""
+        return Hindrances(self.rules)
 
     def positions(self, value: Value, dim: int) -> range:
         """Where the atoms of a dim stand in `shape`."""
