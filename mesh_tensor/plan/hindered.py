@@ -45,7 +45,7 @@ class Hindrances:
         """The atoms which some operator needs whole, there or in what is made of them."""
         found: set[_Atom] = set()
         for node, rule in reversed(self._rules.items()):
-            ahead = set()
+            ahead: set[str | None] = set()
             for value, factors in zip(node.outputs, rule.outputs, strict=True):
                 ahead.update(factor for position, factor in enumerate(factors) if (value, position) in found)
             for value, factors in zip(node.inputs, rule.followed, strict=True):
