@@ -37,11 +37,12 @@ _ROWS = (
     "o_proj", "out_proj", "attention.output.dense", "attention.dense", "self_attention.dense", "self_attn.dense",
     "attn.proj", "out_lin", "attn.c_proj", "SelfAttention.o", "EncDecAttention.o", "attn.Wo", "fc2", "lin2", "fc_out",
     "mlp.c_proj", "dense_4h_to_h", "wo", "output.dense", "down_proj", "w2", "mlp.Wo", "ffn_output", "x_proj",
+    "conv_kernel_layer",
 )  # fmt: skip
 # What is called as one of these, and is no layer of a pair.
 _OTHERS = ("bottleneck.attention.dense",)
 # Second layers inside of a branch: their results are no terms of the stream.
-_INSIDE = ("x_proj",)
+_INSIDE = ("x_proj", "conv_kernel_layer")
 # Norms that may be over all features between the layers of a pair.
 _NORMS = ("self_attn.q_norm", "self_attn.k_norm", "self_attn.norm", "attn_sub_norm", "ffn_sub_norm")
 # Attention and MLP side by side: one sum for both.
