@@ -26,6 +26,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "internlm3": {},
     "solar_open": {},
     "xlstm": {"num_blocks": 2, "embedding_dim": 32, "num_heads": 4, "chunk_size": 8},
+    "zaya": {"num_experts_per_tok": 1},
     "zamba2": {
         "mamba_d_state": 8,
         "n_mamba_heads": 8,
@@ -45,6 +46,7 @@ _PLAIN = (
     "qwen3_5_text", "qwen3_next", "qwen4_exp_text",
 )  # fmt: skip
 _ENCODERS: dict[str, dict[str, Any]] = {
+    "esmc": {"num_key_value_heads": 4},
     "eurobert": {},
     "nomic_bert": {},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
