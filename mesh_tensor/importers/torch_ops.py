@@ -21,7 +21,8 @@ from .torch_backward import BACKWARD, KEPT_BACKWARD
 from .torch_dropout import converted as dropout
 from .torch_general import CONVOLUTIONS, GENERAL, WITH_GRADIENTS
 from .torch_indexing import INDEXING, SHAPES
-from .torch_numbers import NUMBERS, Convert, of_tvm, promoting
+from .torch_numbers import NUMBERS, Convert, promoting
+from .torch_strided import STRIDED
 
 _aten = torch.ops.aten
 
@@ -119,13 +120,6 @@ def rms_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
         dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
         epsilon = torch.finfo(torch.float32 if dtype.itemsize < 4 else dtype).eps
     return emit(importer, relax.op.nn.rms_norm(x, _filled(weight, 1, sizes, x), axes=_last(sizes), epsilon=epsilon))
-
-
-def as_strided(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """The memory of a tensor, which is known of one that lies in one piece."""
-    if not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
-        refuse("it looks at the memory of a tensor that does not lie in one piece")
-    return of_tvm(node, importer)
 
 
 def variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -227,11 +221,11 @@ CONVERTERS: dict[str, Convert] = {
     **INDEXING,
     **NUMBERS,
     **SHAPES,
+    **STRIDED,
     **GENERAL,
     "_native_batch_norm_legit_functional.default": batch_norm,
     "add.Tensor": with_alpha(relax.op.add),
     "addmm.default": addmm,
-    "as_strided.default": as_strided,
     "bilinear.default": bilinear,
     "bmm.default": matmul,
     "counted_dropout.default": dropout,

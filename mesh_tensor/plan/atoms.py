@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from mesh_tensor.base.joined import Joined
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.window import EVERYWHERE, Reaches
 from mesh_tensor.rules.operator import OpRule
 from mesh_tensor.rules.operator.manual import factor_of
 from mesh_tensor.rules.operator.rule import Dim, InnerReduction, atoms_of
 
+from .hindered import Hindrances
 from .ir import Graph, Node, Value
 from .manual import Axes, varying
 from .wiring import Sizes, Wiring, settle
@@ -89,21 +89,9 @@ class Atoms:
         return shapes | {value: (*(n for _, n in axes), *shapes[value]) for value, axes in self.devices.items()}
 
     @cached_property
-    def hindered(self) -> frozenset[tuple[Value, int]]:
-        """The (value, atom) which some operator needs or makes whole, there or where it has spread to: the number of
-        parts that a fused layer is split into. What is made of nothing (a range) is cut for nothing. Devices of a
-        manual computation are split, whatever needs them whole."""
-        joined, whole = Joined[tuple[Value, int]](), []
-        for node, rule in self.rules.items():
-            at: dict[str, tuple[Value, int]] = {}
-            for value, factors in zip((*node.inputs, *node.outputs), (*rule.followed, *rule.outputs), strict=True):
-                for position, factor in enumerate(factors):
-                    if factor is None:
-                        whole += [(value, position)] if node.inputs else []
-                    elif factor not in rule.fixed.values():
-                        joined.join(at.setdefault(factor, (value, position)), (value, position))
-        found = {joined.root(atom) for atom in whole}
-        return frozenset(atom for atom in joined if joined.root(atom) in found)
+    def hindrances(self) -> Hindrances:
+        """Which atoms lead to what some operator needs whole."""
+        return Hindrances(self.rules)
 
     def positions(self, value: Value, dim: int) -> range:
         """Where the atoms of a dim stand in `shape`."""

@@ -101,6 +101,8 @@ def _with_whole_terms(
     left = pending[waiting[0]]
     if left.owner is not None or any(op != "sum" or axis in decision.split for axis, op in left.parts):
         return None
+    if any(layout.windows for layout in decision.needed):  # what is partial is completed before
+        return None
     needed = list(decision.needed)
     for number, value in enumerate(node.inputs):
         for axis, op in left.parts if value not in pending else ():

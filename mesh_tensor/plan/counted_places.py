@@ -1,7 +1,9 @@
 """What is taken by index at counted places, as a range's, is written as the slice that it is: its dims are split then.
+What every row takes of itself is taken row by row.
 
 rows = arange(16), reshaped to (16, 1, 1)
 x[rows, arange(8) + 2]  ->  reshape(x[:, 2:10], (16, 1, 8))
+x[arange(16), places]   ->  gather_nd(x, places, batch_dims=1), if x has 16 rows
 """
 
 from __future__ import annotations
@@ -33,24 +35,64 @@ class _Count:
 
 
 def counted_slices(graph: Graph) -> Graph:
-    """The graph in which such look-ups are slices; indices that nothing takes any more are not made."""
+    """The graph in which such look-ups are slices, or by rows; indices that nothing takes any more are not made."""
     counts: dict[Value, _Count] = {}
     columns: dict[Value, tuple[Value, ...]] = {}  # of stacked indices
     chains: dict[Node, list[_Call]] = {}
+    by_rows: dict[Node, tuple[int, tuple[Value, ...]]] = {}
     for node in graph.nodes:
         if (count := _count_of(node, counts)) is not None:
             counts[node.outputs[0]] = count
         elif node.call.name == "stack" and node.call.attr("axis") in (-1, node.outputs[0].type.ndim - 1):
             columns[node.outputs[0]] = node.inputs
-        elif (indices := _indices(node, columns)) is not None and all(value in counts for value in indices[1]):
+        elif (indices := _indices(node, columns)) is not None:
             first, taken = indices
-            if chain := _slice(node, first, [_aligned(value, counts, taken) for value in taken]):
+            known = all(value in counts for value in taken)
+            if known and (chain := _slice(node, first, [_aligned(value, counts, taken) for value in taken])):
                 chains[node] = chain
-    if not chains:
+            elif node.call.name == "gather_nd" and (rows := _own_rows(node, taken, counts)):
+                by_rows[node] = rows, taken[rows:]
+    if not chains and not by_rows:
         return graph
     fresh = Fresh([value.name for value in graph.values()])
-    nodes = [one for n in graph.nodes for one in (_nodes(n, chains[n], fresh) if n in chains else [n])]
+    nodes = [one for node in graph.nodes for one in _rewritten(node, chains, by_rows, fresh)]
     return replace(graph, nodes=list(_needed(graph, nodes, {*counts, *columns})))
+
+
+def _rewritten(
+    node: Node,
+    chains: dict[Node, list[_Call]],
+    by_rows: dict[Node, tuple[int, tuple[Value, ...]]],
+    fresh: Fresh,
+) -> Iterator[Node]:
+    if node in chains:
+        yield from _nodes(node, chains[node], fresh)
+    elif node in by_rows:
+        yield from _row_by_row(node, *by_rows[node], fresh)
+    else:
+        yield node
+
+
+def _own_rows(node: Node, indices: tuple[Value, ...], counts: dict[Value, _Count]) -> int:
+    """In how many first dims, but not all that are indexed, a look-up takes from every position by that position."""
+    data = node.inputs[0].type.shape
+    for dim, index in enumerate(indices):
+        count, places = counts.get(index), index.type.shape
+        own = count is not None and (count.start, count.step) == (0, 1) and (count.dim == dim or data[dim] == 1)
+        if not own or dim >= len(places) or places[dim] != data[dim]:
+            return dim
+    return len(indices) - 1
+
+
+def _row_by_row(node: Node, rows: int, indices: tuple[Value, ...], fresh: Fresh) -> Iterator[Node]:
+    """The look-up whose first dims are a batch."""
+    data, (made,) = node.inputs[0], node.outputs
+    builder = relax.BlockBuilder()
+    call = op_call(builder.normalize(relax.op.stack([index.variable() for index in indices], axis=-1)))
+    places = Value(fresh.name(f"{made.name}_places"), call.outputs[0])
+    yield Node(call, indices, (places,), node.scopes, node.where)
+    taken = relax.op.gather_nd(data.variable(), places.variable(), batch_dims=rows)
+    yield replace(node, call=op_call(builder.normalize(taken)), inputs=(data, places))
 
 
 def _needed(graph: Graph, nodes: list[Node], indices: set[Value]) -> Iterator[Node]:

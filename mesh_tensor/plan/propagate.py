@@ -19,7 +19,7 @@ from mesh_tensor.rules.operator.rule import OpRule, atoms_of
 from .atoms import Atoms
 from .ir import Graph, Value, leaves
 from .manual import at_the_edge
-from .spread import Conflict, Spread, refine_sharding
+from .spread import Conflict, Spread
 
 _ROOM = -(2**63)  # before what is left over of any value
 
@@ -205,7 +205,7 @@ def _stored_axes(graph: Graph, atoms: Atoms, spread: Spread) -> dict[Value, froz
     alone.run()
     disagreeing = {conflict.axis for conflict in alone.conflicts()}
     for value in graph.annotations.keys() - set(weights):
-        asked, stated = alone.places[value], refine_sharding(graph.annotations[value].sharding, value, atoms)
+        asked, stated = alone.places[value], alone.refined(graph.annotations[value].sharding, value)
         disagreeing |= {axis for axis, place in stated.items() if asked.get(axis, place) != place}
     return {value: split[value] & disagreeing for value in weights}
 

@@ -3,7 +3,8 @@
 Slices that are a value's parts one after the other along a dim, and all that is made of it: one split. Slices that are
 put beside something along the same dim, and nothing else: one operator with that, and one exchange. Splits
 into unequal parts of a dim that axes split: slices, of which each takes what its tiles lack. Choices between a value
-and itself as a constant, as embeddings make of their padding: the value alone.
+and itself as a constant, as embeddings make of their padding: the value alone. What is put side by side and taken apart
+again: the parts.
 """
 
 from __future__ import annotations
@@ -42,6 +43,33 @@ def joined_slices(graph: Graph) -> Graph:
         return graph
     nodes = [one for node in graph.nodes for one in ([made[node]] if node in made else [] if node in gone else [node])]
     return replace(graph, nodes=nodes)
+
+
+def without_joins(graph: Graph) -> Graph:
+    """The graph in which what a split makes of the parts that a concat was made of is those parts; concats that nothing
+    else takes are not made."""
+    joins = {node.outputs[0]: node for node in graph.nodes if node.call.name == "concat"}
+    splits = [node for node in graph.nodes if node.call.name == "split" and node.inputs[0] in joins]
+    kept = {*leaves(graph.result), *graph.annotations}
+    splits = [node for node in splits if _undoes(node, joins[node.inputs[0]]) and kept.isdisjoint(node.outputs)]
+    if not splits:
+        return graph
+    same: dict[Value, Value] = {}
+    for node in splits:
+        parts = joins[node.inputs[0]].inputs
+        same |= {out: same.get(part, part) for out, part in zip(node.outputs, parts, strict=True)}
+    nodes = [_with(node, same) for node in graph.nodes if node not in splits]
+    taken = kept.union(*(node.inputs for node in nodes))
+    gone = {node.inputs[0] for node in splits} - taken
+    return replace(graph, nodes=[node for node in nodes if gone.isdisjoint(node.outputs)])
+
+
+def _undoes(split: Node, join: Node) -> bool:
+    """Whether a split gives just what a concat was given."""
+    if join.call.attr("axis") is None or len(split.outputs) != len(join.inputs) or split.scopes != join.scopes:
+        return False
+    same_dim = split.call.axis(split.call.attr("axis", 0)) == join.call.axis(join.call.attr("axis"))
+    return same_dim and all(out.type == part.type for out, part in zip(split.outputs, join.inputs, strict=True))
 
 
 def sliced_splits(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:

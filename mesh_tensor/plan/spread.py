@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from mesh_tensor.annotations.module_annotations import Annotation
@@ -61,7 +62,7 @@ class Spread:
     the node is a number, too."""
 
     def __init__(self, graph: Graph, atoms: Atoms) -> None:
-        self._atoms, self._mesh = atoms, graph.mesh
+        self._atoms, self._mesh, self._stated = atoms, graph.mesh, graph.annotations
         self._values = graph.values()
         self._group: dict[Value, list[Value]] = {}
         for members in graph.alike():
@@ -113,7 +114,7 @@ class Spread:
     def state(self, value: Value, annotation: Annotation) -> None:
         """The layout that was stated for a value: its own axes stay, and all others unless it is open. It doesn't
         spread until it is started."""
-        places = refine_sharding(annotation.sharding, value, self._atoms)
+        places = self.refined(annotation.sharding, value)
         stated = {*places, *annotation.replicated, *(axis for axis, _ in annotation.sharding.partial)}
         closed = frozenset(stated if annotation.open else self._mesh)
         dims = [dim for dim in range(value.type.ndim) if annotation.keeps(dim)] if annotation.open else []
@@ -126,6 +127,39 @@ class Spread:
             if isinstance(placement, Shard):
                 for member in self._members(value):
                     self.minors.setdefault(member, {})[axis] = placement.minor
+
+    def refined(self, sharding: Sharding, value: Value) -> dict[str, int]:
+        """The atom that each axis of a stated layout splits: of the dim that it names, the first atom that the axes on
+        it divide evenly, else the first that is large enough; those that lead from what is stated to what some
+        operator needs whole come last. Refused where the layout is for another number of dims."""
+        if sharding.ndim != value.type.ndim:
+            refuse(
+                f"'{sharding}' is a layout of {sharding.ndim} dims",
+                where=f"value {value.name!r} of shape {value.type.shape}",
+                fix="state it for the value's own dims",
+            )
+        places: dict[str, int] = {}
+        shape = self._atoms.shape(value)
+        taken = dict.fromkeys(range(len(shape)), 1)
+        for axis, dim in [(axis, dim) for dim, axes in enumerate(sharding.dims) for axis in axes]:
+            parts = sharding.mesh.size(axis)
+            positions = self._atoms.positions(value, dim)
+            even = [p for p in positions if shape[p] % (taken[p] * parts) == 0]
+            large = [p for p in positions if shape[p] >= taken[p] * parts]
+            choices = [*even, *large] or list(positions)
+            if len({*choices}) > 1:
+                choices = [p for p in choices if (value, p) not in self._hindered] or choices
+            places[axis] = choices[0]
+            taken[places[axis]] *= parts
+        return places
+
+    @cached_property
+    def _hindered(self) -> frozenset[tuple[Value, int]]:
+        split = []
+        for value, annotation in self._stated.items():
+            dims = set(annotation.sharding.as_dict().values()) if annotation.sharding.ndim == value.type.ndim else ()
+            split += [(value, position) for dim in dims for position in self._atoms.positions(value, dim)]
+        return self._atoms.hindrances.of(split)
 
     def start(self, value: Value, axes: Collection[str]) -> None:
         """The stated layout of a value starts to spread along these axes."""
@@ -242,29 +276,3 @@ def tensors_of(node: Node, rule: NodeRule) -> Iterator[tuple[Value, AtomFactors]
     """The operands and results of a node, with the factors that their atoms follow."""
     yield from zip(node.inputs, rule.followed, strict=True)
     yield from zip(node.outputs, rule.outputs, strict=True)
-
-
-def refine_sharding(sharding: Sharding, value: Value, atoms: Atoms) -> dict[str, int]:
-    """The atom that each axis of a stated layout splits: of the dim that it names, the first atom that the axes on it
-    divide evenly, else the first that is large enough; those that some operator on their way needs whole come last.
-    Refused where the layout is for another number of dims."""
-    if sharding.ndim != value.type.ndim:
-        refuse(
-            f"'{sharding}' is a layout of {sharding.ndim} dims",
-            where=f"value {value.name!r} of shape {value.type.shape}",
-            fix="state it for the value's own dims",
-        )
-    places: dict[str, int] = {}
-    shape = atoms.shape(value)
-    taken = dict.fromkeys(range(len(shape)), 1)
-    for axis, dim in [(axis, dim) for dim, axes in enumerate(sharding.dims) for axis in axes]:
-        parts = sharding.mesh.size(axis)
-        positions = atoms.positions(value, dim)
-        even = [p for p in positions if shape[p] % (taken[p] * parts) == 0]
-        large = [p for p in positions if shape[p] >= taken[p] * parts]
-        choices = [*even, *large] or list(positions)
-        if len({*choices}) > 1:
-            choices = [p for p in choices if (value, p) not in atoms.hindered] or choices
-        places[axis] = choices[0]
-        taken[places[axis]] *= parts
-    return places

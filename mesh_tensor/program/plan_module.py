@@ -32,6 +32,7 @@ from mesh_tensor.plan.rewrites import (
     parts_side_by_side,
     sliced_splits,
     without_fixed_rows,
+    without_joins,
 )
 from mesh_tensor.plan.tir_rule import node_rules
 from mesh_tensor.plan.tir_stages import expand_kernels
@@ -197,7 +198,7 @@ def read_module(
     graph = read_graph(mod, function, mesh, annotations, loops=loops)
     graph = replace(graph, prices=prices_on(mesh, options.machine))
     expand_kernels(graph)
-    graph = joined_slices(parts_side_by_side(counted_slices(without_fixed_rows(graph))))
+    graph = without_joins(joined_slices(parts_side_by_side(counted_slices(without_fixed_rows(graph)))))
     atoms = options.atoms(graph)
     if (made := with_merged_dims(graph, atoms)) is not None:
         graph, atoms = made, options.atoms(made)

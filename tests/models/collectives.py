@@ -2,13 +2,13 @@
 
 Data parallel: the batch is split, and nothing has to move. Megatron: pairs of linear layers, the first split by its
 results, the second by what it takes; each pair ends in one all-reduce, and so does a look-up in an embedding that is
-split by its rows."""
+split by its rows. A norm over features that are split takes a number per token."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -36,10 +36,19 @@ _COLUMNS = (
 _ROWS = (
     "o_proj", "out_proj", "attention.output.dense", "attention.dense", "self_attention.dense", "self_attn.dense",
     "attn.proj", "out_lin", "attn.c_proj", "SelfAttention.o", "EncDecAttention.o", "attn.Wo", "fc2", "lin2", "fc_out",
-    "mlp.c_proj", "dense_4h_to_h", "wo", "output.dense", "down_proj", "w2", "mlp.Wo", "ffn_output",
+    "mlp.c_proj", "dense_4h_to_h", "wo", "output.dense", "down_proj", "w2", "mlp.Wo", "ffn_output", "x_proj",
+    "conv_kernel_layer",
 )  # fmt: skip
+# What is called as one of these, and is no layer of a pair.
+_OTHERS = ("bottleneck.attention.dense",)
+# Second layers inside of a branch: their results are no terms of the stream.
+_INSIDE = ("x_proj", "conv_kernel_layer")
+# Norms that may be over all features between the layers of a pair.
+_NORMS = ("self_attn.q_norm", "self_attn.k_norm", "self_attn.norm", "attn_sub_norm", "ffn_sub_norm")
 # Attention and MLP side by side: one sum for both.
 _SIDE_BY_SIDE = ("codegen", "cohere", "cohere2", "falcon", "gpt_neox", "gptj", "phi")
+# What a layer takes is added to what the layer before made of it: none of them are pairs.
+_WITHOUT_PAIRS = ("swiftformer",)
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,8 @@ class Counted:
 def counted(model: nn.Module, kind: str, module: Any, given: Mapping[str, Any]) -> Counted:
     """Both layouts of an imported model that is called with `given`."""
     inputs = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
-    data, by_hand = moved(module, batches(module, inputs)), hand(model, kind, given)
+    by_hand = None if kind in _WITHOUT_PAIRS else hand(model, kind, given)
+    data = moved(module, batches(module, inputs))
     return Counted(data, None if by_hand is None else moved(module, pairs(model, module)), by_hand)
 
 
@@ -90,19 +100,23 @@ def pairs(model: nn.Module, module: Any) -> dict[str, dict[str, int]]:
     names = dict(model.named_modules())
     for ends, dim in ((_COLUMNS, 0), (_ROWS, 1)):
         for end in ends:
-            layers = [layer for name, layer in names.items() if fnmatchcase(name, f"*.{end}") and _is_linear(layer)]
-            if not layers:
-                continue
-            turned = not isinstance(layers[0], nn.Linear)
-            made[f"*.{end}.weight"] = {"x": 1 - dim if turned else dim}
-            if dim == 0 and any(layer.bias is not None for layer in layers):
-                made[f"*.{end}.bias"] = {"x": 0}
+            called = {name: layer for name, layer in names.items() if _ends(name, (end,)) and _is_linear(layer)}
+            layers = {name: layer for name, layer in called.items() if not _ends(name, _OTHERS)}
+            for pattern in [f"*.{end}"] if layers == called and layers else layers:
+                turned = not isinstance(next(iter(layers.values())), nn.Linear)
+                made[f"{pattern}.weight"] = {"x": 1 - dim if turned else dim}
+                if dim == 0 and any(layer.bias is not None for layer in layers.values()):
+                    made[f"{pattern}.bias"] = {"x": 0}
     from tvm import relax  # which mesh_tensor brings
 
     taken = {var.name_hint for var in relax.analysis.free_vars(module.mod["main"].body)}
     used = [theirs for theirs, ours in module.names.items() if ours in taken]
     made |= _experts(names) | _vocabulary(model)
     return {name: layout for name, layout in made.items() if any(fnmatchcase(theirs, name) for theirs in used)}
+
+
+def _ends(name: str, ends: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, f"*.{end}") for end in ends)
 
 
 def _is_linear(layer: nn.Module) -> bool:
@@ -142,8 +156,8 @@ def _tables(model: nn.Module) -> list[nn.Module]:
 
 
 def hand(model: nn.Module, kind: str, given: Mapping[str, Any]) -> Moved | None:
-    """An all-reduce at the end of every pair, of what a call has there; and for every look-up in a split embedding.
-    None if there are no pairs."""
+    """An all-reduce at the end of every pair, of what a call has there; for every look-up in a split embedding; and for
+    every norm over split features. None if there are no pairs."""
     sizes: dict[str, list[int]] = {}
     handles = []
 
@@ -151,14 +165,18 @@ def hand(model: nn.Module, kind: str, given: Mapping[str, Any]) -> Moved | None:
         handles.append(layer.register_forward_hook(lambda *given: sizes.setdefault(key, []).append(_first(given[2]))))
 
     weights: dict[int, str] = {}
+    norms: list[int] = []
     for name, layer in model.named_modules():
-        rows = _is_linear(layer) and any(fnmatchcase(name, f"*.{end}") for end in _ROWS)
+        rows = _is_linear(layer) and _ends(name, _ROWS) and not _ends(name, _OTHERS)
         experts = name.endswith(".experts") and isinstance(getattr(layer, "down_proj", None), nn.Parameter)
         if rows or experts:
             listen(layer, name)
         if rows:
             weights[id(layer.weight)] = name
     rows_of_pairs = len(handles)
+    for layer in _norms(model):
+        per_token = layer.weight.numel()
+        handles.append(layer.register_forward_hook(lambda *given, n=per_token: norms.append(_first(given[2]) // n)))
     split = {id(table.weight) for table in _tables(model)}
     for layer in model.modules():
         if isinstance(layer, nn.Embedding) and id(layer.weight) in split:
@@ -175,9 +193,24 @@ def hand(model: nn.Module, kind: str, given: Mapping[str, Any]) -> Moved | None:
     for key, found in sizes.items():
         branch = key if key == "vocabulary" else _branch(key, kind in _SIDE_BY_SIDE)
         branches[branch] = max(branches.get(branch, []), found, key=sum)
-    elements = sum(map(sum, branches.values()))
+    elements = sum(map(sum, branches.values())) + sum(norms)
     parts = MESH["x"]
-    return Moved({"all_reduce": sum(map(len, branches.values()))}, 2 * elements * _FLOAT * (parts - 1) // parts)
+    count = sum(map(len, branches.values())) + len(norms)
+    return Moved({"all_reduce": count}, 2 * elements * _FLOAT * (parts - 1) // parts)
+
+
+def _norms(model: nn.Module) -> list[nn.Module]:
+    """Norms over all that a first layer beside them gives, or a second one takes."""
+    names, split = dict(model.named_modules()), set[tuple[str, int]]()
+    for name, layer in names.items():
+        if isinstance(layer, nn.Linear) and _ends(name, (*_COLUMNS, *_ROWS)) and not _ends(name, _OTHERS):
+            columns = _ends(name, _COLUMNS)
+            split.add((name.rpartition(".")[0], layer.out_features if columns else layer.in_features))
+    return [
+        layer
+        for name, layer in names.items()
+        if _ends(name, _NORMS) and (name.rpartition(".")[0], layer.weight.numel()) in split
+    ]
 
 
 class _Functions(TorchFunctionMode):
@@ -200,5 +233,7 @@ def _first(result: Any) -> int:
 
 def _branch(name: str, whole: bool) -> str:
     """The part of a layer that is added to the stream at once: what is in it is added first. `whole`: the layer."""
+    if _ends(name, _INSIDE):
+        return name
     found = re.match(r"(.*\.\d+)\.([^.]*)", name)
     return name if found is None else found[1] if whole else f"{found[1]}.{found[2]}"

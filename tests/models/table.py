@@ -17,7 +17,7 @@ _HEAD = """# Architectures, one by one
 `python -m tests.models.table FILE` make this page; [models.md](models.md) says what is done. Collectives are those of
 one call on two devices, with the bytes that a device receives (float32). *Data parallel*: the batch is split; by hand,
 nothing moves. *Megatron*: pairs of linear layers, experts' hidden features and the vocabulary are split; by hand, there
-is one all-reduce after each pair and each look-up.
+is one all-reduce after each pair and each look-up, and one of a number per token in norms over split features.
 
 """
 _COLUMNS = (

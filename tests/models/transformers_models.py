@@ -168,6 +168,7 @@ _ENCODERS: dict[str, dict[str, Any]] = {
 _PAIRS: dict[str, dict[str, Any]] = {
     "bart": {},
     "blenderbot": {},
+    "fsmt": {},
     "led": {"attention_window": 8, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64},
     "longt5": {"local_radius": 4},
     "m2m_100": {},

@@ -26,6 +26,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "internlm3": {},
     "solar_open": {},
     "xlstm": {"num_blocks": 2, "embedding_dim": 32, "num_heads": 4, "chunk_size": 8},
+    "zaya": {"num_experts_per_tok": 1},
     "zamba2": {
         "mamba_d_state": 8,
         "n_mamba_heads": 8,
@@ -37,14 +38,24 @@ _DECODERS: dict[str, dict[str, Any]] = {
 }
 # Without options of their own.
 _PLAIN = (
-    "bailing_hybrid", "beam", "bert-generation", "blenderbot-small", "cohere2_moe", "cpmant",
-    "cwm", "deepseek_v4", "flint", "gpt-sw3", "granite_swa", "granitemoe_swa",
-    "hy_v3", "hy_v4", "hyperclovax", "inkling2_text", "inkling_text", "iquestcoder",
-    "kolibri1", "lfm3",
+    "bailing_hybrid", "beam", "bert-generation", "blenderbot-small", "cohere2_moe", "cpmant", "cwm",
+    "deepseek_v4", "doge", "falcon_h1", "flint", "glm4_moe", "gpt-sw3", "granite_swa",
+    "granitemoe_swa", "hy_v3", "hy_v4", "hyperclovax", "inkling2_text", "inkling_text",
+    "iquestcoder", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm3", "llama4_text",
+    "mimo_v2_flash", "minimax_m2", "nanochat", "nemotron_h", "olmo3", "olmo_hybrid", "openai-gpt",
+    "qwen3_5_text", "qwen3_next", "qwen4_exp_text",
 )  # fmt: skip
-_ENCODERS: dict[str, dict[str, Any]] = {"reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]}}
+_ENCODERS: dict[str, dict[str, Any]] = {
+    "esmc": {"num_key_value_heads": 4},
+    "eurobert": {},
+    "nomic_bert": {},
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
+}
 _IMAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "aimv2_vision_model": (32, IMAGE),
+    "cvt": (64, {}),
+    "dinov3_convnext": (64, {}),
+    "dinov3_vit": (64, {}),
     "pixio": (32, IMAGE),
     "textnet": (64, {}),
     "tipsv2_vision_model": (32, IMAGE),

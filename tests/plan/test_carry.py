@@ -232,3 +232,26 @@ def test_other_tokens_have_other_owners(grouped):
     model = Gated(grouped, dim=0)
     plan = run(model, torch.randn(12, WIDTH), {"e": 2}, split(model), DTYPES[grouped])
     assert kinds(plan).count("all_reduce") + kinds(plan).count("all_gather") > 1
+
+
+class SumBesideFeatures(nn.Module):
+    """A product over the split features `k`, put beside features that another axis splits, of which a layer makes
+    less."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 12))
+        self.last = nn.Parameter(torch.randn(4, 12))
+
+    def forward(self, x, beside):
+        return torch.cat((beside, x @ self.weight.T), 1) @ self.last.T
+
+
+def test_a_pending_sum_is_completed_before_devices_take_windows_of_it():
+    torch.manual_seed(0)
+    model, given = SumBesideFeatures().eval(), (torch.randn(5, 12), torch.randn(5, 6))
+    made = mt.from_torch(torch.export.export(model, given), check=False)
+    layout = {"weight": {"k": 1}, "last": {"n": 1}}
+    ran = mt.distribute_module(made.mod, {"k": 2, "n": 3}, layout, weights=made.params, poison=True)
+    with torch.no_grad():
+        torch.testing.assert_close(ran(*given), model(*given), rtol=1e-4, atol=1e-4)

@@ -20,7 +20,15 @@ SLICES = {
     "rows beside a whole dim": lambda x, y: x[N(6)[:, None], N(2, 5)],
     "of an index that is returned": lambda x, y: (y[N(12)], N(12)),
 }
+OWN_ROWS = {
+    "one of each row": lambda x, y: x[N(12), y.argmax(1)],
+    "two of each row, from the end": lambda x, y: x[N(12)[:, None], y.topk(2)[1] - 6],
+    "of rows and columns": lambda x, y: x[N(12)[:, None], N(6), x.argmax(2)],
+}
 OTHERS = {
+    "of some rows": lambda x, y: x[N(8), y.argmax(1)[:8]],
+    "of columns": lambda x, y: x[y.argmax(1), N(12) % 6],
+    "turned rows": lambda x, y: x[N(12).reshape(3, 4).T, y.argmax(1)[:3]],
     "a diagonal": lambda x, y: y[N(6), N(6)],
     "backwards": lambda x, y: y[N(12).flip(0)],
     "from the end": lambda x, y: y[N(12) - 12],
@@ -55,6 +63,16 @@ def test_nothing_moves_of_what_is_split_along_the_range():
     run, calls = _run(SLICES["a mask of rows and columns"], {"m": 3}, {"y": {"m": 0}})
     assert [step for step in run.program.steps if step.bytes] == []
     assert "arange" not in calls
+
+
+@pytest.mark.parametrize("what", OWN_ROWS.values(), ids=OWN_ROWS)
+def test_what_rows_take_of_themselves_stays_where_they_are(what):
+    for size in (2, 5):
+        run, _ = _run(what, {"m": size}, {"x": {"m": 0}, "y": {"m": 0}})
+        torch.testing.assert_close(run(X, Y), what(X, Y), rtol=0, atol=0)
+        assert [step for step in run.program.steps if step.bytes] == []
+    run, _ = _run(what, {"m": 2, "n": 2}, {"x": {"m": 1, "n": 2}, "y": {"m": 1}})
+    torch.testing.assert_close(run(X, Y), what(X, Y), rtol=0, atol=0)
 
 
 def test_an_index_past_the_end_is_left_to_its_operator():
