@@ -10,7 +10,7 @@ import torch
 
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.importers.weight_files import StoredTensor
-from mesh_tensor.program.from_graph import names_in
+from mesh_tensor.plan.ir import leaves
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import ProgramValue
@@ -65,7 +65,7 @@ class RankModuleLaunch(PlannedLaunch):
         self._digest = digest_of(facts)
         self.lane.run(self._digest)
         program = with_overlap_on(ranks.machine, made.program) if overlap == "auto" else made.program
-        ended = {made.inputs[number] for number in ends} - set(names_in(made.result))
+        ended = {made.inputs[number] for number in ends} - set(leaves(made.result))
         found, there = (can_be_totals(each, made.result) if totals else {} for each in (made.program, program))
         added = {number: made.result[number] for number in totals}
         self._totals = {n: found[name] for n, name in added.items() if name in found and name in there}

@@ -15,7 +15,7 @@ from tvm import relax
 from mesh_tensor.annotations.names import Fresh
 from mesh_tensor.rules.operator.call import op_call
 
-from .ir import Graph, Node, Value, leaves
+from .ir import Graph, Node, Value, leaves, nodes_before
 
 _INDEX_DTYPES = ("int32", "int64")
 _Call = Callable[[relax.Expr], relax.Expr]
@@ -50,18 +50,9 @@ def counted_slices(graph: Graph) -> Graph:
         return graph
     fresh = Fresh([value.name for value in graph.values()])
     nodes = [one for n in graph.nodes for one in (_nodes(n, chains[n], fresh) if n in chains else [n])]
-    return replace(graph, nodes=list(_needed(graph, nodes, {*counts, *columns})))
-
-
-def _needed(graph: Graph, nodes: list[Node], indices: set[Value]) -> Iterator[Node]:
-    """The nodes but those that make indices which nothing takes."""
-    taken = {*leaves(graph.result), *graph.annotations, *graph.state.values()}
-    kept = []
-    for node in reversed(nodes):
-        if indices.isdisjoint(node.outputs) or not taken.isdisjoint(node.outputs):
-            taken.update(node.inputs)
-            kept.append(node)
-    return reversed(kept)
+    ours = {*counts, *columns}  # what makes these goes where nothing takes them
+    wanted = {*leaves(graph.result), *graph.annotations, *graph.state.values()}
+    return replace(graph, nodes=nodes_before(nodes, wanted, lambda node: ours.isdisjoint(node.outputs)))
 
 
 def _count_of(node: Node, counts: dict[Value, _Count]) -> _Count | None:

@@ -17,7 +17,7 @@ from mesh_tensor.lowering.local_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
 from mesh_tensor.plan.counted_places import counted_slices
 from mesh_tensor.plan.expansions import expand, refined_annotations, refinements, regroup_sums, with_merged_dims
-from mesh_tensor.plan.explicit import ExplicitGraph, Run, forms_in
+from mesh_tensor.plan.explicit import ExplicitGraph, Run
 from mesh_tensor.plan.gathers import gathered_first
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
@@ -214,10 +214,10 @@ def plan_graph(graph: Graph, atoms: Atoms, options: PlanOptions = PlanOptions())
     explicit, calls = gathered_first(explicit), TileCalls(atoms)
     made = to_program(explicit, calls, options.kernels, options.overlap, check_indices=options.check_indices)
     stages = Stages(graph, atoms, layouts, explicit, calls, made)
-    forms = dict.fromkeys([*explicit.params, *forms_in(explicit.result)])
+    forms = dict.fromkeys([*explicit.params, *leaves(explicit.result)])
     stored = graph.stored
     ports = [Port(f.name, f.dtype, atoms.of[f.value], f.sharding, stored.get(f.value)) for f in forms]
-    results = dict(zip(leaves(graph.result), forms_in(explicit.result), strict=True))
+    results = dict(zip(leaves(graph.result), leaves(explicit.result), strict=True))
     state = {replaced.name: results[result].name for replaced, result in graph.state.items()}
     params = tuple(value.name for value in graph.params)
     return ModulePlan(
