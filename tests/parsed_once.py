@@ -3,7 +3,8 @@ one at each call: three quarters of the time of a test that builds a small kerne
 thousand times, for other sizes; here each is rewritten once, and then bound to what it closes over.
 
 It also asks for a function's source twice, and writes what it has rewritten as text, for messages. TVM takes the source
-of a function or module apart twice, the second time for messages.
+of a function or module apart twice, the second time for messages; asks a registry how each node of it is copied; and
+compiles each expression, and each one within it, to evaluate them.
 
 TVM's arrays, of which kernels are made, look at their length and at what an index may be for each element of a walk.
 
@@ -11,6 +12,7 @@ TVMScript's decorators ask for the source around every frame of the stack, and l
 pytest a hundred frames are an eighth of the time that collecting tests takes. Here the others have none."""
 
 import ast
+import builtins
 import importlib
 import inspect
 import linecache
@@ -26,7 +28,7 @@ import tilelang.language.eager.builder as builder
 from tilelang.language.eager import utils
 from tilelang.language.eager.ast import IRGenerator, mutate
 from tilelang.language.eager.utils import get_func_nonlocals
-from tvm.script.parser.core import doc
+from tvm.script.parser.core import doc, evaluator
 from tvm.script.parser.core.diagnostics import Source
 from tvm_ffi import container
 
@@ -36,6 +38,12 @@ _DECORATORS = (
     "tvm.tirx.script.parser.entry",
     "tilelang.language.tir.entry",
 )
+_DOC_KINDS = {
+    getattr(ast, name): (kind, tuple(kind._FIELDS))
+    for name, kind in vars(doc.doc).items()
+    if isinstance(kind, type) and issubclass(kind, doc.doc.AST) and hasattr(ast, name)
+}
+_compiled_value, _registered_doc_tree = evaluator._eval_expr, doc.to_doc
 _rewritten: dict[tuple[Any, ...], tuple[list[str], IRGenerator[..., Any]]] = {}
 
 
@@ -83,6 +91,49 @@ def source_tree(source: Source) -> doc.AST:
     return source.tree
 
 
+def doc_tree(node: Any) -> Any:
+    """What TVM's `to_doc(node)` gives, of what Python's parser makes."""
+    if isinstance(node, ast.AST):
+        kind, fields = _DOC_KINDS[type(node)]
+        return kind(**{field: doc_tree(getattr(node, field, None)) for field in fields})
+    return [doc_tree(item) for item in node] if isinstance(node, list) else node
+
+
+def value_of(node: Any, names: dict[str, Any] | None) -> Any:
+    """What TVM's `_eval_expr(node, names)` gives, which compiles the expression."""
+    part = _PARTS.get(type(node))
+    return _compiled_value(node, names) if part is None or not _is_plain(node) else part(node, names or {})
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether the parts of an expression are evaluated, each by itself."""
+    parts = [*getattr(node, "args", ()), *getattr(node, "elts", ())]
+    keywords = [keyword.arg for keyword in getattr(node, "keywords", ())]
+    return doc.Starred not in map(type, parts) and None not in keywords and len(set(keywords)) == len(keywords)
+
+
+def _named(node: Any, names: dict[str, Any]) -> Any:
+    if node.id in names:
+        return names[node.id]
+    return getattr(builtins, node.id) if hasattr(builtins, node.id) else _compiled_value(node, names)
+
+
+def _called(node: Any, names: dict[str, Any]) -> Any:
+    func, args = value_of(node.func, names), [value_of(arg, names) for arg in node.args]
+    return func(*args, **{keyword.arg: value_of(keyword.value, names) for keyword in node.keywords})
+
+
+_PARTS: dict[type, Callable[[Any, dict[str, Any]], Any]] = {
+    doc.Name: _named,
+    doc.Constant: lambda node, names: node.value,
+    doc.Attribute: lambda node, names: getattr(value_of(node.value, names), node.attr),
+    doc.Subscript: lambda node, names: value_of(node.value, names)[value_of(node.slice, names)],
+    doc.Tuple: lambda node, names: tuple(value_of(item, names) for item in node.elts),
+    doc.List: lambda node, names: [value_of(item, names) for item in node.elts],
+    doc.Call: _called,
+}
+
+
 def elements_of(array: container.Array) -> Iterator[Any]:
     """What walking an array of TVM gives."""
     for index in range(len(array)):
@@ -113,6 +164,7 @@ def install() -> None:
     utils.get_ast = tree_of
     rewriting.ast = _like(ast, unparse=unparsed)
     Source.as_ast = source_tree
+    doc.to_doc, evaluator._eval_expr = doc_tree, value_of
     container.Array.__iter__ = elements_of
     nearby = _like(inspect, stack=near_stack)
     for decorators in _DECORATORS:

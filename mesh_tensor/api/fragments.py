@@ -11,12 +11,12 @@ import torch
 from tvm import ir
 
 from mesh_tensor.annotations.annotate_module import annotate_module
-from mesh_tensor.base.collectives import BETWEEN
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.sharding import Partial, Replicate, Sharding
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipelining.fragments import FragmentFunction, JointStage, fragments_of, gradient_name, without_gradient
 from mesh_tensor.pipelining.stages import FUNCTION, Stage
 from mesh_tensor.plan.gradient import gradient_function
+from mesh_tensor.plan.left_partial import completed_last
 from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.runtime.ranks.dtensor import mesh_of
@@ -221,11 +221,8 @@ def training_fragments(
         inner = set(function.own) - {name for name in function.gives if function.own[name] in _parameters(function)}
         stated = {function.own[name]: known[name] for name in function.own if name in known and name in inner}
         fragment = options.fragment(kind, function.module, kind, mesh, stated, function)
-        if parts := _left_partial(fragment, [name for name in wrt if name in stage.params]):
-            own = {function.own[name]: layout for name, layout in parts.items()}
-            other = options.fragment(kind, function.module, kind, mesh, {**stated, **own}, function)
-            if all(other.layouts[name] == layout for name, layout in parts.items()):
-                fragment = other
+        if parts := _added_up_last(fragment, [name for name in wrt if name in stage.params]):
+            fragment = replace(fragment, module=fragment.module.with_parts(parts))
         made[kind] = fragment
         known = {**fragment.layouts, **known}
     if options.carries:
@@ -263,20 +260,18 @@ def _parameters(function: FragmentFunction) -> set[str]:
     return {function.own[name] for name in function.takes} & {function.own[name] for name in function.gives}
 
 
-def _left_partial(fragment: Fragment, weights: Sequence[str]) -> dict[str, Sharding]:
-    """The gradients of weights that a fragment ends with reducing, in the layouts that they have before: microbatches'
-    are added up so, and reduced once. Those that are scattered in it are not, which would take more memory."""
-    plan, found = fragment.module.plan, {}
-    results = dict(zip(fragment.gives, plan.made.result, strict=True))
-    for name in map(gradient_name, weights):
-        if name not in results or fragment.types[name][1].itemsize < 4:  # parts of a low-precision sum would be rounded
-            continue
-        last = [step for step in plan.made.program.collectives if step.dst == results[name]]
-        layout, completion = fragment.layouts[name], BETWEEN[Partial, Replicate].name
-        if last and all(step.kind == completion and step.op == "sum" for step in last) and not layout.partial:
-            axes = {axis: Partial("sum") for step in last for axis in step.axes}
-            found[name] = Sharding.of(layout.mesh, layout.ndim, layout.placements() | axes)
-    return found
+def _added_up_last(fragment: Fragment, weights: Sequence[str]) -> list[int]:
+    """The gradients of weights, as numbers of results, whose parts a fragment adds up over devices at its end: those of
+    microbatches are added up first, and reduced once. Those that are scattered in it are not, which would take more
+    memory."""
+    last, results = completed_last(fragment.module.plan.explicit), fragment.module.plan.made.result
+    wanted = {*map(gradient_name, weights)}
+    numbers = [number for number, name in enumerate(fragment.gives) if name in wanted and results[number] in last]
+    return [
+        number  # parts of a low-precision sum would be rounded
+        for number in numbers
+        if fragment.types[fragment.gives[number]][1].itemsize >= 4
+    ]
 
 
 def _whole(layout: Sharding) -> Sharding:

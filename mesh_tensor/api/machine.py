@@ -19,6 +19,7 @@ from tvm import ir
 
 from mesh_tensor.base.machine import Link, Machine, Memory, Roofline
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.rules.kernel.cost import loaded_bytes
 from mesh_tensor.runtime.virtual.mesh_tensor import distribute
 from mesh_tensor.simulation import Simulation
 from mesh_tensor.simulation.pipelines import simulate_pipeline
@@ -35,7 +36,7 @@ _MEMORY = (256, 512, 1024, 2048)  # sides of what is read and written: 256 KiB t
 _DTYPES = {"float32": 512, "float64": 512, "bfloat16": 512, "float16": 256}  # with sides of products
 _PRODUCTS = (48, 96, 192, 384, 768)  # sides of those in models
 _MOVED = (16, 1024)  # sides of tensors whose layout changes
-_PRODUCT, _ROWS = 768, 512  # sides of kernels' matrices
+_NEAR, _FAR, _ROWS = 320, 896, 512  # sides of kernels' matrices: caches of a core hold those of the first product
 _BESIDE = 1024  # rows of what is read and written between blocks: more than caches of a core hold
 _ROUNDS, _ROUND = 3, 0.02  # how often chains are gone through, and seconds of each
 
@@ -179,13 +180,29 @@ def _product_class(chains: Mapping[int, Chain], machine: Machine) -> Roofline:
 
 
 def _kernel_classes(machine: Machine) -> dict[str, Roofline]:
-    """What TileLang kernels reach as this project compiles them for a CPU: products, and rows, which are bound by
-    what they compute, too."""
-    a, x = torch.rand(_PRODUCT, _PRODUCT), torch.rand(_ROWS, _ROWS)
-    peak = machine.peak("float32")
-    products = kernel_rate(product_kernel(_PRODUCT), machine.call, a, a) / peak
-    rows = kernel_rate(row_kernel(_ROWS), machine.call, x) / peak
-    return {"kernel": Roofline(flops=products), "kernel rows": Roofline(flops=rows)}
+    """What TileLang kernels reach as this project compiles them for a CPU: products, whose blocks are loaded again and
+    again, and rows, which are bound by what they compute, too."""
+    rows = kernel_rate(row_kernel(_ROWS), machine.call, torch.rand(_ROWS, _ROWS)) / machine.peak("float32")
+    near, far = (_product(side, machine) for side in (_NEAR, _FAR))
+    return {"kernel": blocks_class(near, far), "kernel rows": Roofline(flops=rows)}
+
+
+def _product(side: int, machine: Machine) -> tuple[float, float, float]:
+    """Seconds of a product of blocks: what its operations and what it loads again take at the machine's rates, and what
+    it took."""
+    func, a = product_kernel(side), torch.rand(side, side)
+    run, took = timed_kernel(func, {}, a, a)
+    nbytes, (step,) = 4 * side * side, run.program.kernels
+    again = (loaded_bytes(step.func) - 3 * nbytes) / machine.memory_rate(nbytes)
+    return step.flops / machine.peak("float32"), again, max(1e-9, took - machine.call)
+
+
+def blocks_class(near: tuple[float, float, float], far: tuple[float, float, float]) -> Roofline:
+    """The shares of the rates that two products reach, as `_product` has them, of which the nearest memory holds the
+    operands of the first one."""
+    (computed, _, took), (work, again, longer) = near, far
+    beside = longer - work * took / computed
+    return Roofline(flops=computed / took, again=again / beside if beside > 0 else 0.0)
 
 
 def _class(probe: Probe, chains: Mapping[str, Mapping[int, Chain]], machine: Machine) -> Roofline:

@@ -184,6 +184,14 @@ class MeshModule(ModuleCalls):
         vars(made).update(vars(self), _launches=Recent(MODULE_SIZES), _last_of_parts=None)
         return made
 
+    def with_parts(self, numbers: Iterable[int]) -> MeshModule:
+        """A module, of known sizes, that leaves the results of these numbers as the parts that this one adds up over
+        devices at its end."""
+        made = self.twin()
+        made._plans = self._plans.with_parts(numbers)
+        made._plan = made._planned({})
+        return made
+
     def __reduce__(self) -> NoReturn:
         refuse(
             "a MeshModule can't be pickled", fix="pickle the weights, save the module, and distribute it again there"

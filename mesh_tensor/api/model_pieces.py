@@ -59,6 +59,7 @@ class ModelPieces:
         self._known: dict[Shape, Model] = {}
         self._split = SplitPieces(self)
         self._flows: dict[int, Flow] = {}
+        self._passed: dict[Flow, set[str]] = {}
         self._cuts: dict[tuple, tuple[Stage, ...]] = {}
         self._layouts, self._kinds = layouts, "FBIW" if halves else "FB"
         self._plan = PlanOptions(machine=machine, overlap=overlap)
@@ -247,8 +248,9 @@ class ModelPieces:
     ) -> StageFragments:
         """A stage's fragments of these kinds, as a pipeline has them; those of one like it that is `known`."""
         (layouts,) = stage_layouts(flow, (replace(stage, index=0),), topology, shardings)
-        passed = {*self._weights, *trained_values(flow, self._weights)}
-        wrt = [name for name in (*stage.params, *stage.takes) if name in passed]
+        if flow not in self._passed:
+            self._passed[flow] = {*self._weights, *trained_values(flow, self._weights)}
+        wrt = [name for name in (*stage.params, *stage.takes) if name in self._passed[flow]]
         options = Options("c", recompute=recompute, plan=self._plan)
         mesh = topology[stage.mesh]
         make = partial(training_fragments, stage, mesh, layouts, options, wrt, kinds)

@@ -18,6 +18,7 @@ from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
 from mesh_tensor.importers.constants import Constants
 from mesh_tensor.importers.imported import CallForm
 from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
+from mesh_tensor.program.steps import Step
 from mesh_tensor.runtime.ambient import Computing, undisturbed
 from mesh_tensor.runtime.backend import Leave
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
@@ -35,6 +36,7 @@ from .module_plans import ModulePlans
 from .module_ports import HeldWeights
 from .module_ranks import HandOn, RankModuleLaunch
 from .on_ranks import OnRanks, device_mesh_of
+from .rank_parts import around_handing_on
 from .turns import Turns
 
 T = TypeVar("T")
@@ -141,6 +143,12 @@ class ModuleCalls(OnRanks):
     def hand_on_first(self, numbers: Collection[int]) -> None:
         """From now on `call_parts` may hand on the results of these numbers before others are computed."""
         self._handed_on = numbers
+
+    def around_handing_on(self) -> tuple[Sequence[Step], Sequence[Step]]:
+        """What a rank runs in `call_parts` until it hands on what comes first, nothing where all is handed on at the
+        end, and what it runs then."""
+        ways = {"ends": self._ends, "totals": self._totals, "handed_on": self._handed_on}
+        return around_handing_on(self.plan, self._carried, **ways)
 
     def call_parts(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.plan.fewer_layers import FewerLayers, fewer_layers
 from mesh_tensor.program.families import PlanFamilies
-from mesh_tensor.program.plan_module import Decided, ModulePlan, PlanOptions, plan_module
+from mesh_tensor.program.plan_module import Decided, ModulePlan, PlanOptions, plan_module, with_parts
 from mesh_tensor.program.regions import Regions
 from mesh_tensor.program.size_terms import divisions
 from mesh_tensor.runtime.module_inputs import bound
@@ -25,7 +25,8 @@ from mesh_tensor.runtime.module_inputs import bound
 @dataclass(frozen=True, eq=False)
 class ModulePlans:
     """How a function of an annotated module is planned for a mesh. `symbols`: its open sizes; `strict`: whether
-    annotations that can't be used together are refused."""
+    annotations that can't be used together are refused; `parts`: the results, by their numbers, that plans leave as
+    their parts."""
 
     stated: ModuleAnnotations
     function: str
@@ -33,6 +34,7 @@ class ModulePlans:
     symbols: Sequence[Any]
     strict: bool
     options: PlanOptions
+    parts: tuple[int, ...] = ()
     _known: Recent[tuple, ModulePlan] = field(default_factory=lambda: Recent(MODULE_SIZES))
     _sizers: dict[tuple, Callable[[tuple[int, ...]], ModulePlan]] = field(default_factory=dict)
 
@@ -111,7 +113,13 @@ class ModulePlans:
             decided=decided,
         )
         self._check(plan)
-        return plan
+        return with_parts(plan, self.parts, self.options) if self.parts else plan
+
+    def with_parts(self, numbers: Iterable[int]) -> ModulePlans:
+        """The same plans, which leave these results as their parts."""
+        parts = tuple(numbers)
+        known = self._known.changed(lambda plan: with_parts(plan, parts, self.options))
+        return replace(self, parts=parts, _known=known, _sizers={})
 
     def _check(self, plan: ModulePlan) -> None:
         if not self.strict or not plan.layouts.conflicts:

@@ -10,7 +10,6 @@ import torch
 
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.importers.weight_files import StoredTensor
-from mesh_tensor.plan.ir import leaves
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import ProgramValue
@@ -25,10 +24,11 @@ from mesh_tensor.runtime.ranks.tiling import Tiling, tiling_of
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import Records
-from mesh_tensor.targets.totals import can_be_totals, total_of
+from mesh_tensor.targets.totals import total_of
 
 from .module_launch import LeaveFor, PlannedLaunch
 from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, constants_digest, picked, ports_of
+from .rank_parts import added_up, by_names
 from .rank_ports import RankPort
 
 HandOn = Callable[[dict[int, Part]], None]  # of results, by their numbers
@@ -65,13 +65,9 @@ class RankModuleLaunch(PlannedLaunch):
         self._digest = digest_of(facts)
         self.lane.run(self._digest)
         program = with_overlap_on(ranks.machine, made.program) if overlap == "auto" else made.program
-        ended = {made.inputs[number] for number in ends} - set(leaves(made.result))
-        found, there = (can_be_totals(each, made.result) if totals else {} for each in (made.program, program))
-        added = {number: made.result[number] for number in totals}
-        self._totals = {n: found[name] for n, name in added.items() if name in found and name in there}
-        sums = frozenset(self._totals.values())
-        first = {made.result[number] for number in handed_on}
-        backend = RankBackend(program, target, ranks, faults, carried=carried, ends=ended, totals=sums, handed_on=first)
+        self._totals = added_up(made, program, totals)
+        apart = by_names(made, ends, self._totals, handed_on)
+        backend = RankBackend(program, target, ranks, faults, carried=carried, **apart)
         self._run, self._result, self._handed_on = RankLaunch(backend), made.result, sorted(handed_on)
         self._ports = {port.name: RankPort(port, ranks, self._run) for port in ports_of(plan)}
         self._inputs = dict(zip(plan.params, made.inputs, strict=True))

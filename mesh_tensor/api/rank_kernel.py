@@ -149,7 +149,7 @@ class RankKernel:
                     found += (value.placements, value.device_mesh == self.ranks.device_mesh, part)
             else:
                 found += (name, type(value), value if name in self._size_names else None)
-        return tuple(found)
+        return (*found, bool(self._signature.wrong_scalars(given)))
 
     def _ready(self, check: Callable[[], _Checked], guessed: bool) -> _Run:
         """The launch for these arguments, and how they lie. Unless that is as at the last call, the ranks agree on
@@ -222,10 +222,13 @@ class RankKernel:
         problems = self._problems(tilings_of(program, self.ranks.rank), given)
         written = [p.name for p in program.parameters if p.output is not None]
         problems += [f"parameter {n!r}: {words}" for n in written if (words := shares_memory(given.get(n)))]
-        if problems:
-            fix = "pass this rank's part of every tensor, or its whole tile, padding included"
-            fix = fix_of(problems, given.values(), fix)
-            refuse(problems, where=self._where(), fix=fix)
+        fix = fix_of(
+            problems, given.values(), "pass this rank's part of every tensor, or its whole tile, padding included"
+        )
+        wrong = [(fact, fix) for fact in problems] + self._signature.wrong_scalars(given)
+        if wrong:
+            fixes = "; ".join(dict.fromkeys(fix for _, fix in wrong))
+            refuse([fact for fact, _ in wrong], where=self._where(), fix=fixes)
         return sizes, {}, said
 
     def _problems(self, tilings: Mapping[str, Tiling], given: Mapping[str, Any]) -> list[str]:

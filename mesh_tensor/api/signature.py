@@ -11,7 +11,7 @@ import torch
 from tvm import tirx
 
 from mesh_tensor.annotations.annotate import evaluate, fits, symbols
-from mesh_tensor.base.dtypes import is_float
+from mesh_tensor.base.dtypes import extreme, is_float
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
@@ -66,6 +66,11 @@ class Signature:
         """The numbers among checked `args`, as Python's own."""
         return {p.name: p.number(args[p.name]) for p in self._scalars if p.name in args}
 
+    def wrong_scalars(self, args: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """What is wrong with numbers among `args`, whatever sizes there are, and the ways out."""
+        problems = [(p.name, _no_number(p, args[p.name])) for p in self._scalars if p.name in args]
+        return [(_of(name, problem[0]), problem[1]) for name, problem in problems if problem is not None]
+
     def check(self, args: Mapping[str, Any], mesh: Mesh, device: torch.device) -> Sizes:
         """The sizes of the symbols, or a MeshTensorError that names everything that is wrong with `args`: parameter
         names to tensors and numbers; parameters that are left out are not checked."""
@@ -74,7 +79,7 @@ class Signature:
         for param in self.params:
             if param.name in args:
                 problem = _check(param, args[param.name], sizes, mesh, device, param.name in self.written)
-                problems += [] if problem is None else [(f"parameter {param.name!r}: {problem[0]}", problem[1])]
+                problems += [] if problem is None else [(_of(param.name, problem[0]), problem[1])]
         if not problems:
             problems += self._check_expressions(args, sizes)
         if problems:
@@ -143,16 +148,41 @@ def _check(
     return None
 
 
+def _of(name: str, problem: str) -> str:
+    return f"parameter {name!r}: {problem}"
+
+
 def _check_scalar(param: Param, value: Any, sizes: Sizes) -> tuple[str, str] | None:
+    if problem := _no_number(param, value):
+        return problem
+    if isinstance(value, Integral) and sizes.setdefault(param.var, int(value)) != int(value):
+        return f"{value}, but the tensors have {sizes[param.var]} there", "pass the size that the tensors have"
+    return None
+
+
+def _no_number(param: Param, value: Any) -> tuple[str, str] | None:
     wanted = Real if is_float(param.dtype) else Integral
     if not isinstance(value, wanted):
         return (
             f"{shown(value)}, but expected a number ({param.dtype})",
             f"pass a Python {wanted.__name__.lower()} number",
         )
-    if isinstance(value, Integral) and sizes.setdefault(param.var, int(value)) != int(value):
-        return f"{value}, but the tensors have {sizes[param.var]} there", "pass the size that the tensors have"
+    if not _is_number_of(param.dtype, value):
+        limits = f", which holds {extreme(param.dtype, -1)} to {extreme(param.dtype, 1)}"
+        fact = f"{shown(value)} is no {param.dtype}" + ("" if is_float(param.dtype) else limits)
+        return fact, "pass a number that it can hold, or declare the parameter wider"
     return None
+
+
+def _is_number_of(dtype: str, value: Any) -> bool:
+    """Whether a scalar of a dtype can hold a number: of floats the nearest, which may be infinite."""
+    if not is_float(dtype):
+        return dtype == "bool" or bool(extreme(dtype, -1) <= int(value) <= extreme(dtype, 1))
+    try:
+        float(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+    return True
 
 
 def words(shape: Sequence[Any] | None, sizes: Mapping[tirx.Var, int] | None = None) -> str:

@@ -187,6 +187,7 @@ class _Planned:
     topology: Topology
     schedule: Schedule
     fragments: tuple[StageFragments, ...]
+    not_simulated: tuple[str, ...] = ("the optimizer's update",)
 
 
 def shardings_of(pieces: ModelPieces, choice: Choice) -> dict[str, dict[str, int]]:

@@ -245,6 +245,11 @@ class TrainingRun:
         return self._module.plan
 
     @property
+    def not_simulated(self) -> tuple[str, ...]:
+        """What a step does beside its program, in words."""
+        return ("looking through what a step leaves for numbers that are not finite",) if self._watched else ()
+
+    @property
     def program(self) -> Program:
         """The steps of every device."""
         return self._module.program

@@ -43,11 +43,13 @@ class Link:
 @dataclass(frozen=True)
 class Roofline:
     """A class of operators: a call takes `start`, and then as long as the slower of its operations and its bytes, at
-    these shares of the machine's rates."""
+    these shares of the machine's rates. `again`: the share of the memory's rate at which a kernel's blocks are loaded
+    again from beyond the nearest memory, which its operations don't hide; 0: they do."""
 
     start: float = 0.0
     flops: float = 1.0
     memory: float = 1.0
+    again: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -234,11 +236,17 @@ class Machine:
         """The class that is called by the first of `names` that there is; none: the machine's own rates."""
         return next((self.classes[name] for name in names if name in self.classes), _PLAIN)
 
-    def work(self, flops: float, nbytes: float, dtype: str, *names: str) -> Work:
-        """What an operator of the class `names` (as in `roofline`) takes, by what it takes it for."""
+    def work(
+        self, flops: float, nbytes: float, dtype: str, *names: str, again: float = 0.0, largest: float = 0.0
+    ) -> Work:
+        """What an operator of the class `names` (as in `roofline`) takes, by what it takes it for. `again`: bytes that
+        a kernel loads a second time and more often, of tensors of at most `largest` bytes."""
         roofline = self.roofline(*names)
         computing = flops / (self.peak(dtype) * roofline.flops)
-        return Work(self.launch + roofline.start, computing, nbytes / (self.memory_rate(nbytes) * roofline.memory))
+        moving = nbytes / (self.memory_rate(nbytes) * roofline.memory)
+        beyond = roofline.again and largest > self.memory[0].size
+        far = again / (self.memory_rate(largest) * roofline.again) if beyond else 0.0
+        return Work(self.launch + roofline.start, computing, moving, far)
 
     def rounds(self, devices: int, apart: bool = True) -> int:
         """How often the processors go round that so many devices share; one of them does, unless they work `apart`."""

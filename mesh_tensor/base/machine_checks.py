@@ -68,7 +68,7 @@ def problems_of(machine: Machine) -> Iterable[str]:
     yield from _whole(counts)
     for name, roofline in machine.classes.items():
         yield from _above_zero({f"flops of class {name}": roofline.flops, f"memory of class {name}": roofline.memory})
-        yield from _from_zero({f"start of class {name}": roofline.start})
+        yield from _from_zero({f"start of class {name}": roofline.start, f"again of class {name}": roofline.again})
     yield from _above_zero({f"tuning.{name}": number for name, number in vars(machine.tuning).items()})
 
 

@@ -207,7 +207,8 @@ def table(machine: Machine) -> str:
         lines.append(f"  {link.name:8s} {reach}: {_short(link.rate)}B/s, starts in {_time(link.start)}{hop}")
     for name, each in machine.classes.items():
         shares = f"{each.flops:.0%} of flop/s, {each.memory:.0%} of bytes/s"
-        lines.append(f"  class    {name}: {_time(each.start)} and {shares}")
+        again = f"; blocks are loaded again at {each.again:.0%}" if each.again else ""
+        lines.append(f"  class    {name}: {_time(each.start)} and {shares}{again}")
     lines += [f"  source   {what}: {where}" for what, where in machine.sources.items()]
     return "\n".join(lines)
 

@@ -48,6 +48,12 @@ class Recent(Generic[K, V]):
         value = self.get(key)
         return self.put(key, make()) if value is None else value
 
+    def changed(self, change: Callable[[V], V]) -> Recent[K, V]:
+        """What `change` gives for each value, by the same keys."""
+        made = Recent[K, V](self._most)
+        made._kept.update((key, change(value)) for key, value in list(self._kept.items()))
+        return made
+
     def drop(self, unwanted: Callable[[K], bool]) -> None:
         """Forget the values of such keys."""
         for key in list(self._kept):

@@ -126,7 +126,8 @@ class Sharding:
 
     def as_dict(self) -> dict[str, int]:
         """The dict form, axis -> dim, of the axes that split a dim."""
-        return {axis: dim for axis in self.mesh if (dim := self.dim_of(axis)) is not None}
+        places: dict[str, int] = self._places  # type: ignore[attr-defined]  # set above
+        return {axis: places[axis] for axis in self.mesh if axis in places}
 
     def __str__(self) -> str:
         return self.text()
@@ -143,12 +144,17 @@ class Sharding:
 
     def placements(self) -> dict[str, Placement]:
         """What every axis does with the tensor, in mesh order."""
-        return {axis: self.placement(axis) for axis in self.mesh}
+        known: dict[str, Placement] | None = vars(self).get("_placements")
+        if known is None:
+            known = vars(self)["_placements"] = {axis: self.placement(axis) for axis in self.mesh}
+        return dict(known)
 
     def dim_of(self, axis: str) -> int | None:
         """The dim that `axis` splits, or None."""
-        self.mesh.check_axes((axis,))
-        return next((dim for dim, axes in enumerate(self.dims) if axis in axes), None)
+        dim: int | None = self._places.get(axis)  # type: ignore[attr-defined]  # set above
+        if dim is None:
+            self.mesh.check_axes((axis,))
+        return dim
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """The axes that split `dim`, major first."""
@@ -303,7 +309,8 @@ def _made(
     made = object.__new__(Sharding)
     shards = tuple(math.prod(mesh.size(axis) for axis in axes) for axes in dims)
     vars(made).update(mesh=mesh, ndim=ndim, dims=dims, partial=partial, windows=windows)
-    vars(made).update(_minors=_minors(mesh, dims), _shards=shards)
+    places = {axis: dim for dim, axes in enumerate(dims) for axis in axes}
+    vars(made).update(_minors=_minors(mesh, dims), _shards=shards, _places=places)
     with _LOCK:
         return _KNOWN.setdefault(key, made)
 

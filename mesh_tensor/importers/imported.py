@@ -46,6 +46,11 @@ class ImportedModule:
     constants: Constants = field(default_factory=Constants)
 
 
+def children_of(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    """What a structure is made of; torch before 2.10 has it as an attribute."""
+    return spec.children() if hasattr(spec, "children") else spec.children_specs
+
+
 def identifiers(names: list[str], taken: list[str]) -> dict[str, str]:
     """Each name as an identifier that no other one and none of `taken` has: "a.b" is a_b; `p_` stands in front of a
     name that begins with a digit."""
@@ -157,8 +162,8 @@ class CallForm:
     @cached_property
     def in_order(self) -> int | None:
         """How many tensors the model takes in order, if it takes nothing else."""
-        in_order, named = self.inputs.children()
-        plain = not named.num_children and not self.given and all(child.is_leaf() for child in in_order.children())
+        in_order, named = children_of(self.inputs)
+        plain = not named.num_children and not self.given and all(child.is_leaf() for child in children_of(in_order))
         return in_order.num_children if plain else None
 
     def _refuse(self, what: str, recorded: str) -> NoReturn:

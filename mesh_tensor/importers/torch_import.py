@@ -53,9 +53,8 @@ def import_torch(
     original, importer = program, _Importer()
     importer.groups = groups or {}
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="`isinstance.treespec, LeafSpec", category=FutureWarning
-        )  # torch's own
+        for own in ("`isinstance.treespec, LeafSpec", r"erase_node\("):  # torch's; the second one of 2.14
+            warnings.filterwarnings("ignore", message=own)
         try:
             program = decomposed(with_constants(with_plain_inputs(program)), KEPT, importer.convert_map)
         except Exception as error:  # torch's own, of what it can't take apart
@@ -82,7 +81,6 @@ class _Importer(ExportedProgramImporter):
     """TVM's importer, with every operator's conversion checked."""
 
     groups: Mapping[str, Mesh]
-    taken: relax.Expr | None = None  # of what is translated as part of a branch: whether that is taken
     left_over = False  # whether there are values of attempts at operators that nothing uses
 
     def begin(self, program: torch.export.ExportedProgram) -> None:

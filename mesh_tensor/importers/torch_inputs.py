@@ -16,6 +16,8 @@ from tvm import ir
 from mesh_tensor.annotations.size_conditions import CONDITIONS_ATTR, SizeCondition
 from mesh_tensor.base.errors import listing, refuse
 
+from .imported import children_of
+
 
 def refuse_one_for_another(program: torch.export.ExportedProgram) -> None:
     """Refuse a program that was recorded with one tensor as several inputs, or as an input and a parameter: torch takes
@@ -80,7 +82,7 @@ def _has_classes(spec: pytree.TreeSpec) -> bool:
 
 def _kinds(spec: pytree.TreeSpec) -> Iterator[type | None]:
     yield spec.type
-    for child in spec.children():
+    for child in children_of(spec):
         yield from _kinds(child)
 
 

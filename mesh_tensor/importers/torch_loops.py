@@ -78,57 +78,31 @@ def while_loop(node: torch.fx.Node, importer: Any) -> relax.Expr:
     def step(given: Exprs) -> Exprs:
         return _translated(importer, body, given)
 
-    call = _looped(importer, node.name, first, more, goes_on, step, endless=not _counts(test, body))
+    call = _looped(importer, node.name, first, more, goes_on, step)
     return tuple(emit(importer, relax.TupleGetItem(call, number)) for number in range(len(first)))  # type: ignore
 
 
 def cond(node: torch.fx.Node, importer: Any) -> relax.Expr:
-    """What one of two graphs gives: both are computed, and one is taken. Gradients go through that one alone: what the
-    other one is given counts as a constant, so that an infinite derivative there is not met. Loops of the other one
-    that may not end there have no steps."""
-    holds, then, other, given = [_values(importer, arg) for arg in node.args]
+    """What one of two graphs gives, of the same: a function of one choice."""
+    holds, *graphs, given = [_values(importer, arg) for arg in node.args]
     holds = emit(importer, relax.op.reshape(holds, ()))
-    fails = emit(importer, relax.op.logical_not(holds))
+    values = [value for value in given if isinstance(value, relax.Expr)]
 
-    def made(graph: Any, taken: relax.Expr, not_taken: relax.Expr) -> Exprs:
-        with _within_branch(importer, taken):
-            return _translated(importer, graph, [_constant_if(importer, not_taken, value) for value in given])
+    def branch(graph: Any, params: Exprs) -> relax.SeqExpr:
+        mine = iter(params)
+        args = [next(mine) if isinstance(value, relax.Expr) else value for value in given]
+        importer.block_builder._begin_binding_block()
+        made = _translated(importer, graph, args)
+        return relax.SeqExpr([importer.block_builder._end_block()], relax.Tuple(made))
 
-    pairs = zip(made(then, holds, fails), made(other, fails, holds), strict=True)
-    return tuple(emit(importer, relax.op.where(holds, a, b)) for a, b in pairs)  # type: ignore[return-value]
+    def written(params: Exprs) -> relax.Expr:
+        first, *rest = params
+        return importer.block_builder.emit(relax.If(first, *[branch(graph, rest) for graph in graphs]))
 
-
-@contextmanager
-def _within_branch(importer: Any, taken: relax.Expr) -> Iterator[None]:
-    """What is translated is of a branch, of which it is known whether it is taken."""
-    outer = importer.taken
-    importer.taken = taken if outer is None else emit(importer, relax.op.logical_and(outer, taken))
-    try:
-        yield
-    finally:
-        importer.taken = outer
-
-
-def _counts(test: torch.fx.GraphModule, body: torch.fx.GraphModule) -> bool:
-    """Whether a loop ends, whatever it is given: a whole number grows by 1, up to a constant."""
-    ends: list[Any] = [graph.graph.output_node().args[0] for graph in (test, body)]
-    holds, new = ends
-    (holds,) = holds if isinstance(holds, (tuple, list)) else (holds,)
-    if getattr(holds, "target", None) is not _aten.lt.Scalar or not isinstance(holds.args[1], int):
-        return False
-    places = [graph.graph.find_nodes(op="placeholder") for graph in (test, body)]
-    for before, after, value in zip(*places, new, strict=False):
-        if before is holds.args[0]:
-            by_one = getattr(value, "target", None) is _aten.add.Tensor and value.args == (after, 1)
-            return by_one and not before.meta["val"].is_floating_point()
-    return False
-
-
-def _constant_if(importer: Any, condition: relax.Expr, value: Any) -> Any:
-    """The same value, which has no gradient where the condition holds."""
-    if not isinstance(value, relax.Expr) or "float" not in value.struct_info.dtype:
-        return value
-    return emit(importer, relax.op.where(condition, emit(importer, relax.op.grad.no_grad(value)), value))
+    called = importer.functions.add_func(_function(importer, node.name, [holds, *values], written), node.name)
+    call = importer.block_builder.emit(relax.Call(called, [holds, *values]))
+    count = len(call.struct_info.fields)
+    return tuple(emit(importer, relax.TupleGetItem(call, number)) for number in range(count))  # type: ignore
 
 
 LOOPS: dict[str, Callable[[torch.fx.Node, Any], relax.Expr]] = {
@@ -156,42 +130,38 @@ def _looped(
     more: Exprs,
     goes_on: Callable[[Exprs], relax.Expr],
     step: Callable[[Exprs], Exprs],
-    endless: bool = False,
 ) -> relax.Var:
     """A call of a function that gives what it is given first, or calls itself with what a step makes of it. `more` is
-    the same for all steps. `endless`: no step may be the last one in a branch that is not taken."""
-    taken, own = importer.taken, len(first) + len(more)
-    every = [*first, *more, *([] if taken is None else [taken])]
-    infos = [value.struct_info for value in every]
-    outer, functions = importer.block_builder, importer.functions
-
-    def function(write: Callable[[Exprs], relax.Expr]) -> relax.Function:
-        params = [relax.Var(f"{name}_{number}", info) for number, info in enumerate(infos)]
-        builder = importer.block_builder = relax.BlockBuilder()
-        importer.taken = None if taken is None else params[-1]
-        try:
-            with builder.function(name, params):
-                builder.emit_func_output(write(params))
-        finally:
-            importer.block_builder, importer.taken = outer, taken
-        return _with_own_sizes(builder.get()[name].without_attr("global_symbol"))
-
-    carried = len(first)
-    called = functions.add_func(function(lambda params: relax.Tuple(params[:carried])), name)
+    the same for all steps."""
+    every, carried = [*first, *more], len(first)
+    infos, functions = [value.struct_info for value in every], importer.functions
+    blank = _function(importer, name, every, lambda params: relax.Tuple(params[:carried]))
+    called = functions.add_func(blank, name)
 
     def written(params: Exprs) -> relax.Expr:
-        condition, builder = goes_on(params[:own]), importer.block_builder
-        if importer.taken is not None and endless:
-            condition = emit(importer, relax.op.logical_and(condition, importer.taken))
+        condition, builder = goes_on(params), importer.block_builder
         builder._begin_binding_block()
-        made = [_as(importer, value, info) for value, info in zip(step(params[:own]), infos, strict=False)]
+        made = [_as(importer, value, info) for value, info in zip(step(params), infos, strict=False)]
         again = builder.emit(relax.Call(called, [*made, *params[carried:]]))
         block = builder._end_block()
         ends = relax.SeqExpr([], relax.Tuple(params[:carried]))
         return builder.emit(relax.If(condition, relax.SeqExpr([block], again), ends))
 
-    functions.update_func(called, function(written))
-    return outer.emit(relax.Call(called, every))
+    functions.update_func(called, _function(importer, name, every, written))
+    return importer.block_builder.emit(relax.Call(called, every))
+
+
+def _function(importer: Any, name: str, values: Exprs, write: Callable[[Exprs], relax.Expr]) -> relax.Function:
+    """A function of parameters as the values are, which gives what is written of them."""
+    params = [relax.Var(f"{name}_{number}", value.struct_info) for number, value in enumerate(values)]
+    outer, builder = importer.block_builder, relax.BlockBuilder()
+    importer.block_builder = builder
+    try:
+        with builder.function(name, params):
+            builder.emit_func_output(write(params))
+    finally:
+        importer.block_builder = outer
+    return _with_own_sizes(builder.get()[name].without_attr("global_symbol"))
 
 
 def _as(importer: Any, value: Any, info: relax.TensorStructInfo) -> relax.Expr:
@@ -207,7 +177,10 @@ def _with_own_sizes(func: relax.Function) -> relax.Function:
     """The function with open sizes of its own."""
     symbols = relax.analysis.defined_symbolic_vars(func)
     if free := [var.name for var in relax.analysis.free_symbolic_vars(func)]:
-        refuse(f"a step takes the open sizes {free}, which no tensor of it has", fix="give these sizes at the export")
+        refuse(
+            f"a step or branch takes the open sizes {free}, which no tensor of it has",
+            fix="give these sizes at the export",
+        )
     return func.bind_symbolic_vars({var: tirx.Var(var.name, var.dtype) for var in symbols}) if symbols else func
 
 

@@ -116,6 +116,8 @@ def _differences(
         if mesh.size(axis) == 1:
             continue
         want, have = asked.dim_of(axis), used.dim_of(axis)
+        if want is not None and used.window(want) is not None and have is None:
+            continue  # all need the same few places of it
         moves = (have if is_output else want) is not None and want != have
         computed_whole = is_output and have is None and want is not None and (param, want) in assignment.whole
         if not (moves and not (is_output and used.partial_op(axis))) and not computed_whole:

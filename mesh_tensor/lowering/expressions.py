@@ -75,11 +75,14 @@ class ValueRewriter:
         return self.shrink.windows.get((access.buffer.name, dim)) if is_param else None
 
     def lookup(self, access: Access, dim: int) -> Split | None:
-        """The split of a parameter's dim that is indexed by data, here or wherever it is used."""
-        if access.forms[dim] is not None or not self.kernel.is_param(access.buffer):
-            return None
+        """The split of a parameter's dim that is indexed by data, here or wherever it is used, or written at
+        constants."""
         of = access.buffer.name, dim
-        factor = self.analysis.lookups.get(of) or self.analysis.factor_of(*of)
+        if not self.kernel.is_param(access.buffer):
+            return None
+        factor = self.analysis.lookups.get(of)
+        if factor is None and access.forms[dim] is None:
+            factor = self.analysis.factor_of(*of)
         return None if factor is None else self.splits.get(factor)
 
     def owned(self, statement: Statement, of: Split | None = None) -> list[tirx.PrimExpr]:
@@ -98,6 +101,8 @@ class ValueRewriter:
 
     def _window_start(self, access: Access, dim: int, window: Window) -> tirx.PrimExpr:
         factor, _ = self.analysis.windows[(access.buffer.name, dim)]
+        if factor is None:
+            return tirx.IntImm("int32", window.first)
         start = self.splits[factor].offset * window.stride
         return (start if window.per == 1 else tirx.floordiv(start, window.per)) + window.first
 
@@ -119,6 +124,11 @@ class ValueRewriter:
             if not self.kernel.analyzer.can_prove(self.shrink.coverage(entry[1]) <= size):
                 found.append(index < size)
         return found
+
+    def placed(self, access: Access) -> list[tirx.PrimExpr]:
+        """Conditions under which this device has the places of a parameter that a tile operation writes to."""
+        splits = [(dim, split) for dim in range(len(access.indices)) if (split := self.lookup(access, dim)) is not None]
+        return [bound for dim, split in splits for bound in self._outside(self._index(access, dim), split.valid)]
 
     def _outside(self, index: tirx.PrimExpr, size: tirx.PrimExpr) -> list[tirx.PrimExpr]:
         """The bounds that an index into a whole dim may break, for some values of the loops' variables."""

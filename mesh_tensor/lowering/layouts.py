@@ -8,6 +8,7 @@ from tvm import tirx
 
 from mesh_tensor.base.collectives import COLLECTIVES
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.window import Window
 from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.redistribution.plan import Move, plan_moves
 from mesh_tensor.rules.kernel.sharding_rule import sharding_rule_of
@@ -148,8 +149,10 @@ class _Layouts:
         return now
 
     def _why(self, param: str, now: Sharding, needed: Sharding, assignment: Assignment) -> str:
+        if near := [str(dim) for dim, window in needed.windows if window.stride]:
+            return f"what is next to tiles is read along dim {', '.join(near)}"
         if needed.windows:
-            return f"what is next to tiles is read along dim {', '.join(str(dim) for dim, _ in needed.windows)}"
+            return " and ".join(f"of dim {dim} only {_places(window)} is read" for dim, window in needed.windows)
         for dim, axes in enumerate(now.dims):
             for axis in axes:
                 if needed.dim_of(axis) == dim:
@@ -169,6 +172,11 @@ class _Layouts:
 
     def _add(self, tensor: Tensor) -> None:
         self.tensors[tensor.name] = tensor
+
+
+def _places(window: Window) -> str:
+    last = window.first + window.length - 1
+    return str(last) if window.length == 1 else f"{window.first} to {last}"
 
 
 def plan_for(src: Sharding, dst: Sharding, shape: Sequence[int | tirx.PrimExpr]) -> tuple[Move, ...]:

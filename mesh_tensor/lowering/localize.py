@@ -177,6 +177,8 @@ class _Localizer:
         )
         if direct and self.kernel.is_param(statement.target.buffer):
             conditions += self.values.guards(statement.target)
+        elif not direct:
+            conditions += self.values.placed(statement.target)
         if self._may_fault(statement):
             forms = self.analysis.coordinates.of_statement(statement)
             for split in self.splits:

@@ -73,14 +73,17 @@ def _by_data(kernel: Annotated, analysis: Analysis, split: Sequence[Dim]) -> set
 
 
 def _is_near(kernel: Annotated, analysis: Analysis, dim: Dim) -> bool:
-    """Whether a dim is read in windows smaller than what the devices on which it is asked to lie lack, by a factor that
-    their axes may split."""
+    """Whether a dim is read in windows smaller than what the devices on which it is asked to lie lack, everywhere or by
+    a factor that their axes may split."""
     if dim not in analysis.windows:
         return False
     param, at = dim
     axes = set(kernel.asked[param].dims[at])
     factor, reaches = analysis.windows[dim]
-    may_be_split = any(name not in kernel.asked or axes & set(kernel.asked[name].dims[d]) for name, d in factor.dims)
+    others = () if factor is None else factor.dims
+    may_be_split = factor is None or any(
+        name not in kernel.asked or axes & set(kernel.asked[name].dims[d]) for name, d in others
+    )
     devices = math.prod(kernel.mesh.size(axis) for axis in axes)
     return may_be_split and reaches.margin < reaches.extent - reaches.extent // devices
 
@@ -102,7 +105,8 @@ def _in_windows(made: Refined, analysis: Analysis, kernel: Annotated) -> Analysi
     smaller = [
         dim
         for dim, (devices, results) in near.items()
-        if (read := after.windows.get(dim)) and read[0] in [after.factor_of(*result) for result in results]
+        if (read := after.windows.get(dim)) and read[0] is not None
+        if read[0] in [after.factor_of(*result) for result in results]
         if read[1].margin < read[1].extent - read[1].extent // devices
     ]
     return after if len(smaller) == len(near) else analysis

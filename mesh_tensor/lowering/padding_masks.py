@@ -74,7 +74,7 @@ class PaddingMasks:
         found = []
         for split, reduction in self._splits:
             form = reduction.updates.get(statement)
-            overruns = reduction.masked and self._shrink.overruns(split)
+            overruns = self._shrink.overruns(split) and (reduction.masked or not self._shrink.is_uniform(split))
             if form is not None and (not split.even or overruns):
                 found.append((split, form))
         return found

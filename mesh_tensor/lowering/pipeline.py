@@ -236,8 +236,9 @@ class _Made:
 
 @made_once(ANALYSES)
 def _of_part(made: _Made) -> list[str]:
-    part = made.local.part
-    return local_problems(made.func, part.analysis, part.assignment, made.mesh, over_tiles=made.over_tiles)
+    local, over_tiles = made.local, made.over_tiles
+    known = local.part.analysis, local.part.assignment, made.mesh
+    return local_problems(made.func, *known, over_tiles=over_tiles, axes=local.axes)
 
 
 _CHECKS: dict[type, Callable[[Any], Any]] = {

@@ -159,6 +159,11 @@ class Shrink:
         """Whether any block of the local kernel may reach past the tile's end."""
         return any(not self.fits(form, split) for form in self.analysis.coordinates.forms[split.factor])
 
+    def is_uniform(self, split: Split) -> bool:
+        """Whether all that walks the factor goes equally far in the local kernel: what is read was written there."""
+        first, *others = [self.coverage(form) for form in self.analysis.coordinates.forms[split.factor]]
+        return all(self.kernel.analyzer.can_prove_equal(first, other) for other in others)
+
     def fits(self, form: Linear, split: Split) -> bool:
         return self.kernel.analyzer.can_prove(self.coverage(form) <= split.tile)
 

@@ -20,7 +20,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.redistribution.plan import illegal_move
-from mesh_tensor.rules.kernel.factors import tile_extent
+from mesh_tensor.rules.kernel.factors import goes_beyond, tile_extent
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import buffer_params
 from mesh_tensor.tir.bounds import accesses_outside
@@ -48,13 +48,22 @@ def raise_on(problems: list[str], what: str) -> None:
 
 
 def local_problems(
-    func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment, mesh: Mesh, *, over_tiles: bool
+    func: tirx.PrimFunc,
+    analysis: Analysis,
+    assignment: Assignment,
+    mesh: Mesh,
+    *,
+    over_tiles: bool,
+    axes: Sequence[str] = (),
 ) -> list[str]:
-    """What is wrong with a local kernel, which was made of what was analysed."""
+    """What is wrong with a local kernel, which was made of what was analysed. Its last parameters are the coordinates
+    on `axes`."""
     problems = [*leftovers(func), *collectives_in(func)]
     if not over_tiles:
         problems += _long_loops(func, analysis, assignment, mesh)
-    problems += accesses_outside(func, {*analysis.coordinates.detached, *_left_as_they_are(analysis)})
+    coordinates = dict(zip(func.params[len(func.params) - len(axes) :], map(mesh.size, axes), strict=True))
+    unchecked = {*analysis.coordinates.detached, *_left_as_they_are(analysis)}
+    problems += accesses_outside(func, unchecked, coordinates)
     if not tirx.analysis.verify_well_formed(declared(func), assert_mode=False):
         problems.append("it is not well-formed: a variable is used but not defined, or defined twice")
     return problems
@@ -98,6 +107,9 @@ def _long_loops(func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment,
         tile = tirx.convert(tile_extent(factor.size, parts))
         for form in analysis.coordinates.forms[factor]:
             var, coefficient = form.ordered[0]
+            loop = analysis.kernel.loops.get(var)
+            if loop is not None and len(form.terms) == 1 and goes_beyond(loop.extent, coefficient, factor.size):
+                continue  # it goes on behind the dim, and so behind the tile
             if var in extents and not analyzer.can_prove(extents[var] <= ceildiv(tile, coefficient)):
                 problems.append(f"loop {var} runs {extents[var]} times over tiles of {tile} in blocks of {coefficient}")
     return problems

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tvm import relax
 
 from mesh_tensor.annotations.module_annotations import stated_meshes
-from mesh_tensor.annotations.named_values import NamedValues, device_meshes, is_pattern, named_mesh, same
+from mesh_tensor.annotations.named_values import device_meshes, is_pattern, named_mesh, same
 from mesh_tensor.annotations.names import reachable
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.topology import Topology
@@ -62,7 +62,7 @@ def spread(flow: Flow, stated: Mapping[str, int], count: int) -> Stages:
 
 def _stated(flow: Flow, stages: Sequence[NamedStage]) -> dict[str, int]:
     """Named value -> its stage."""
-    names = NamedValues(flow.mod, flow.function)
+    names = flow.named
     found: dict[str, int] = {}
     problems: list[str] = []
     named, needed = _named(flow, stages), set[str]()  # what stages before this one need
@@ -166,7 +166,7 @@ def _is_place(value: object, meshes: Sequence[str]) -> bool:
 def _numbered(flow: Flow, places: Mapping[str, tuple[str, int | None]]) -> list[NamedStage]:
     """Assigned values as stages: those of one number, or of one mesh, are one."""
     order = {value: i for i, value in enumerate(flow.bindings)}
-    names = NamedValues(flow.mod, flow.function)
+    names = flow.named
     groups: dict[str | int, list[str]] = {}
     first: dict[str | int, int] = {}
     for name, (mesh, number) in places.items():

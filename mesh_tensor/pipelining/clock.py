@@ -92,15 +92,16 @@ def timeline(
     *,
     endings: Sequence[float] = (),
     processors: Processors | None = None,
+    early: Callable[[Action], float] = lambda action: 0,
 ) -> Timeline:
     """Run the schedule on a clock: an action starts once its mesh is free and what it needs is there; and, where
     meshes share processors, once enough of these are free: what can start first does.
 
     `costs` are per kind (B is I + W where it isn't given), or of an action. A value takes `transfer` from one mesh to
     another, or what that says of the two stages. Sends and receives take none of a mesh's time. `endings` are what
-    every mesh does after its last action.
+    every mesh does after its last action; `early`: how long before an action's end other meshes have what it gives.
     """
-    clock = _Clock(schedule, costs if callable(costs) else _of_kinds(costs, schedule), transfer, takes)
+    clock = _Clock(schedule, costs if callable(costs) else _of_kinds(costs, schedule), transfer, takes, early)
     after = list(endings) or [0] * schedule.num_meshes
     starts = clock.run() if processors is None else clock.run_on(processors, after)
     return clock.made(starts, after)
@@ -115,8 +116,9 @@ class _Clock:
         cost: Callable[[Action], float],
         transfer: float | Callable[[int, int], float],
         takes: Takes | None,
+        early: Callable[[Action], float],
     ) -> None:
-        self._schedule, self._cost, self._takes = schedule, cost, takes
+        self._schedule, self._cost, self._takes, self._early = schedule, cost, takes, early
         self._dependencies = Dependencies(schedule, takes)
         self._delay = transfer if callable(transfer) else lambda source, target: transfer
         self._ended: dict[Action, float] = {}
@@ -169,8 +171,10 @@ class _Clock:
         for need in self._dependencies.needs(action):
             if need not in ended:
                 return None
-            delay = self._delay(need.stage, action.stage) if mesh_of[need.stage] != mesh else 0
-            start = max(start, ended[need] + delay)
+            there = ended[need]
+            if mesh_of[need.stage] != mesh:
+                there += self._delay(need.stage, action.stage) - self._early(need)
+            start = max(start, there)
         return start
 
     def _do(self, mesh: int, action: Action, start: float) -> float:

@@ -54,6 +54,11 @@ class Flow:
         return source_names(self.func)
 
     @cached_property
+    def named(self) -> NamedValues:
+        """What names of callers mean here."""
+        return NamedValues(self.mod, self.function)
+
+    @cached_property
     def hints(self) -> dict[str, Any]:
         """What TVM has no words for in annotations, by what they bind."""
         return from_attr((self.func.attrs or {}).get(HINTS_ATTR, {}))
@@ -166,7 +171,7 @@ def stated_names(names: Any, what: str, fix: str) -> list[str]:
 
 def stated_bindings(flow: Flow, names: Sequence[str]) -> list[str]:
     """The bindings whose statistics are those of each microbatch, by the names of `per_microbatch`."""
-    meant, problems = NamedValues(flow.mod, flow.function).meant_by(stated_names(names, "per_microbatch", _STATED))
+    meant, problems = flow.named.meant_by(stated_names(names, "per_microbatch", _STATED))
     problems += [
         f"{name!r} is in a function that is called" for name, (function, _), _ in meant if function != flow.function
     ]

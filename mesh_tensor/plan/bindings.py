@@ -18,8 +18,10 @@ from mesh_tensor.rules.operator.call import (
     with_known_sizes,
     with_said_sizes,
 )
+from mesh_tensor.rules.operator.elementwise import divides_integers
+from mesh_tensor.rules.operator.index import looked_up
 
-from .ir import Scopes, Tree, Value, leaves
+from .ir import Scopes, Tree, Value, leaves, map_tree
 from .manual import ManualReader, Region, is_collective
 
 if TYPE_CHECKING:
@@ -111,6 +113,7 @@ class Bindings:
         args, info = expr.args[:], expr.struct_info
         inputs = self._operands(args, name)
         call = OpCall(called, expr, tuple([operand.type for operand in inputs]), tensor_types(info, called))
+        inputs = self._in_branch(call, inputs, name)
         kernel = self._reader.kernel(args[0]) if called == "call_tir" else None
         outputs = self._reader.add(call, inputs, self._function, name, self._scopes, kernel)
         return tuple(outputs) if isinstance(info, relax.TupleStructInfo) else outputs[0]
@@ -143,19 +146,64 @@ class Bindings:
     def branches(self, expr: relax.If, name: str) -> Tree:
         """Both branches are computed (Relax is pure), then one is taken."""
         cond = self.expression(expr.cond, name)
-        then, other = (self.expression(branch, name) for branch in (expr.true_branch, expr.false_branch))
         assert isinstance(cond, Value)
+        fails = self._add(relax.op.logical_not(cond.variable()), [cond], name)
+        then = self._branch(expr.true_branch, cond, fails, name)
+        other = self._branch(expr.false_branch, fails, cond, name)
         return self._select(cond, then, other, name)
+
+    def _branch(self, expr: relax.Expr, taken: Value, not_taken: Value, name: str) -> Tree:
+        """What a branch gives. Where it is not taken, nothing of it shows: gradients don't go through it (a derivative
+        may be infinite there), loops in it have no steps, and no element of it is refused."""
+        outer = self._reader.taken
+
+        def cut(value: Value) -> Value:
+            if "float" not in value.type.dtype:
+                return value
+            same = self._add(relax.op.grad.no_grad(value.variable()), [value], value.name)
+            return self._where(not_taken, same, value, value.name)
+
+        given = {var: map_tree(self.env[var], cut) for var in relax.analysis.free_vars(expr)}
+        inner = Bindings(self._reader, self._function, self.env | given, self._scopes, self._region)
+        self._reader.taken = taken if outer is None else self._and(outer, taken, name)
+        try:
+            return inner.expression(expr, name)
+        finally:
+            self._reader.taken = outer
+
+    def _in_branch(self, call: OpCall, inputs: list[Value], name: str) -> list[Value]:
+        """The operands, such that the operator has a result in a branch that is not taken, too: 0 is looked up, and
+        integers are divided by 1."""
+        taken, divides = self._reader.taken, divides_integers(call)
+        if taken is None:
+            return inputs
+        guarded, instead = (1,) if divides else looked_up(call), int(divides)
+
+        def checked(value: Value) -> Value:
+            other = self._reader.constant(relax.const(instead, value.type.dtype))
+            return self._where(taken, value, other, name)
+
+        return [checked(v) if n in guarded and v.data is None else v for n, v in enumerate(inputs)]
 
     def _select(self, cond: Value, then: Tree, other: Tree, name: str) -> Tree:
         if isinstance(then, tuple) and isinstance(other, tuple):
             return tuple(self._select(cond, a, b, name) for a, b in zip(then, other, strict=True))
         assert isinstance(then, Value)
         assert isinstance(other, Value)
+        return self._where(cond, then, other, name)
+
+    def _where(self, cond: Value, then: Value, other: Value, name: str) -> Value:
         operands = [cond, then, other]
-        stand_ins = [v.variable() for v in operands]
-        call = relax.BlockBuilder().normalize(relax.op.where(*stand_ins))
-        return self._reader.add(op_call(call), operands, self._function, name, self._scopes)[0]
+        return self._add(relax.op.where(*[value.variable() for value in operands]), operands, name)
+
+    def _and(self, one: Value, other: Value, name: str) -> Value:
+        return self._add(relax.op.logical_and(one.variable(), other.variable()), [one, other], name)
+
+    def _add(self, expr: relax.Expr, operands: list[Value], name: str) -> Value:
+        """The result of an operator that the module does not have."""
+        call = op_call(relax.BlockBuilder().normalize(expr))
+        (made,) = self._reader.add(call, operands, self._function, name, self._scopes, note=False)
+        return made
 
 
 # By kind of expression: how it is read, given the name of what it is bound to.

@@ -147,6 +147,11 @@ class LoopReader:
                 f"what says whether function {self._name!r} calls itself is {holds!r}, no bool without dims",
                 fix="reduce it to one bool: R.any, R.all, or a comparison of numbers",
             )
+        if not found.goes_on:
+            holds = self._add(relax.op.logical_not(holds.variable()), [holds], inner, "goes_on")
+        if (taken := self._reader.taken) is not None:  # it may never end where it is not
+            both = relax.op.logical_and(holds.variable(), taken.variable())
+            holds = self._add(both, [holds, taken], inner, "goes_on")
         if axes := self._axes(holds):
             refuse(
                 [f"devices along {axis!r} may have different values of what says whether it does" for axis in axes],
@@ -154,8 +159,6 @@ class LoopReader:
                 why="devices go on together, for their collectives",
                 fix='combine them: mt.comm.all_reduce(goes_on, axes, "max"), of an integer',
             )
-        if not found.goes_on:
-            holds = self._add(relax.op.logical_not(holds.variable()), [holds], inner, "goes_on")
         self._mark("test", holds, inner, "goes_on")
 
     def _unrolled(self, args: Sequence[Tree], counter: Counter) -> Tree:

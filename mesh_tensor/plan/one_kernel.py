@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from tvm import tirx
@@ -13,6 +13,7 @@ from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.window import Reaches
 from mesh_tensor.rules.kernel.cost import flops_of
 from mesh_tensor.rules.kernel.factors import Factor, tile_extent
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
@@ -141,13 +142,12 @@ class KernelDecision:
         """What the axes split in the graph that has this kernel as its only node."""
         factors = [factor for factor in self.analysis.factors if self.why_whole(factor) is None]
         rule = rule_of_analysis(self.analysis, self.inputs, self.outputs, factors, self.sizes)
+        rule = replace(rule, windows={**rule.windows, **self._fixed_windows()})
         values = [self._value(param) for param in (*self.inputs, *self.outputs)]
         inputs, outputs = tuple(values[: len(self.inputs)]), tuple(values[len(self.inputs) :])
         operands = [value.variable() for value in inputs]
         call = OpCall("call_tir", operands, tuple(v.type for v in inputs), tuple(v.type for v in outputs))
-        node = Node(
-            call, inputs, outputs, (), "kernel", self.analysis.kernel.func, flops_of(self.analysis.kernel.statements)
-        )
+        node = Node(call, inputs, outputs, (), "kernel", self.analysis.kernel.func, flops_of(self.analysis.kernel))
         stated = {v: Annotation(self.asked[v.name]) for v in values if v.name in self.asked}
         graph = Graph("kernel", self.mesh, list(inputs), [node], outputs, stated)
         atoms = find_atoms(graph, {node: rule})
@@ -163,6 +163,14 @@ class KernelDecision:
         )
         split = decider.decide(node).split
         return {axis: by_name[split[axis]] if axis in split else None for axis in self.mesh}
+
+    def _fixed_windows(self) -> dict[tuple[int, int], Reaches]:
+        """What all devices read alike of operands' dims that lie on several."""
+        return {
+            (self.inputs.index(param), dim): reaches
+            for (param, dim), (factor, reaches) in self.analysis.windows.items()
+            if factor is None and param in self.inputs and self._is_spread(param, dim)
+        }
 
     def _value(self, param: str) -> Value:
         buffer = self.analysis.kernel.params[param]
@@ -238,9 +246,17 @@ class KernelDecision:
             return layout
         split = {axis: factor.name for axis, factor in assignment.axes.items() if factor is not None}
         for (name, dim), (factor, reaches) in self.analysis.windows.items():
-            if name == param and (name, dim) not in self.banned:
+            if name != param or (name, dim) in self.banned:
+                continue
+            if factor is not None:
                 layout = with_window(layout, dim, reaches, int(factor.size), split, {})
+            elif self._is_spread(param, dim) and not layout.dims[dim]:
+                layout = with_window(layout, dim, reaches, 1, split, {})
         return layout
+
+    def _is_spread(self, param: str, dim: int) -> bool:
+        """Whether the dim is asked to lie on several devices."""
+        return param in self.asked and self.asked[param].num_shards(dim) > 1
 
     def _whole_dims(self, assignment: Assignment) -> dict[tuple[str, int], str]:
         """The dims that an annotation splits and that the kernel needs (or computes) whole, with the reason."""

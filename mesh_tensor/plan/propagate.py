@@ -1,7 +1,7 @@
 """Propagation: a layout for every value of a Graph, from those that were stated.
 
 Annotations of lower priority are heard first; of these, layouts of activations before those that say where weights are
-stored (see `stored_axes`), and axes that a dim's first atom has room for before others, those of larger tensors
+stored (see `_stored_axes`), and axes that a dim's first atom has room for before others, those of larger tensors
 first. How they spread: see `spread`. What was stated stays, whenever it spreads.
 """
 
@@ -24,17 +24,18 @@ from .spread import Conflict, Spread, refine_sharding
 _ROOM = -(2**63)  # before what is left over of any value
 
 
+Late = Mapping[Value, frozenset[str]]  # the axes of annotated values that are heard after others
+
+
 @dataclass(eq=False)
 class Layouts:
     """The layout of every value, over the value's atoms, and the conflicts that were met. `order`: of axes that split
-    one atom, as in Shard, where none is stated."""
+    one atom, as in Shard, where none is stated. `late`: what was heard after all else of its priority."""
 
     of: dict[Value, Sharding]
     conflicts: list[Conflict] = field(default_factory=list)
     order: Mapping[str, int] = field(default_factory=dict)
-
-
-Late = Mapping[Value, frozenset[str]]  # the axes of annotated values that are heard after others
+    late: Late = field(default_factory=dict)
 
 
 def propagate(graph: Graph, atoms: Atoms, late: Late | None = None) -> Layouts:
@@ -46,7 +47,7 @@ def propagate(graph: Graph, atoms: Atoms, late: Late | None = None) -> Layouts:
     for value, axes in at_the_edge(graph, atoms.devices).items():
         spread.start(value, axes)
     spread.run()
-    late = stored_axes(graph, atoms) if late is None else late
+    late = _stored_axes(graph, atoms, spread) if late is None else late
     for starting in _turns(graph, late, spread.places):
         for value, axes in starting.items():
             spread.start(value, axes)
@@ -58,7 +59,7 @@ def propagate(graph: Graph, atoms: Atoms, late: Late | None = None) -> Layouts:
     layouts = _layouts(graph, atoms, spread, order)
     layouts |= _state(graph, layouts)
     layouts |= _stated_partial(graph, layouts)
-    return Layouts(layouts, list(dict.fromkeys(conflicts)), order)
+    return Layouts(layouts, list(dict.fromkeys(conflicts)), order, late)
 
 
 def _state(graph: Graph, layouts: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
@@ -141,11 +142,11 @@ def _layouts(graph: Graph, atoms: Atoms, spread: Spread, order: Mapping[str, int
     return layouts
 
 
-def other_turns(graph: Graph, atoms: Atoms, conflicts: Collection[Conflict]) -> list[Late]:
-    """What else may be heard late, where experts and inputs that are split over one axis met: the experts' weights,
-    which are gathered then, or the inputs."""
-    weights, inputs = _that_met(graph, atoms, conflicts)
-    return [weights, inputs] if weights and not any(stored_axes(graph, atoms).values()) else []
+def other_turns(graph: Graph, atoms: Atoms, layouts: Layouts) -> list[Late]:
+    """What else may be heard late, where experts and inputs that are split over one axis met, and no weight is only
+    stored: the experts' weights, which are gathered then, or the inputs."""
+    weights, inputs = ({}, {}) if any(layouts.late.values()) else _that_met(graph, atoms, layouts.conflicts)
+    return [weights, inputs] if weights else []
 
 
 def _that_met(graph: Graph, atoms: Atoms, conflicts: Collection[Conflict]) -> tuple[Late, Late]:
@@ -171,7 +172,7 @@ def _resume(graph: Graph, atoms: Atoms, spread: Spread, conflicts: Collection[Co
     _, inputs = _that_met(graph, atoms, conflicts)
     if not inputs:
         return False
-    alone = Spread(graph, atoms)
+    alone = spread.afresh()
     for value, axes in inputs.items():
         alone.state(value, graph.annotations[value])
         alone.start(value, axes)
@@ -187,7 +188,7 @@ def _resume(graph: Graph, atoms: Atoms, spread: Spread, conflicts: Collection[Co
     return True
 
 
-def stored_axes(graph: Graph, atoms: Atoms) -> dict[Value, frozenset[str]]:
+def _stored_axes(graph: Graph, atoms: Atoms, spread: Spread) -> dict[Value, frozenset[str]]:
     """Per annotated weight the axes that only store it."""
     split = {value: frozenset(stated.sharding.as_dict()) for value, stated in graph.annotations.items()}
     weights, _ = _weights_and_inputs(graph, atoms)
@@ -196,7 +197,7 @@ def stored_axes(graph: Graph, atoms: Atoms) -> dict[Value, frozenset[str]]:
     shared = by_weights & by_others
     if not shared:
         return {}
-    alone = Spread(graph, atoms)
+    alone = spread.afresh()
     for value in weights:
         alone.state(value, graph.annotations[value])
     for value in weights:

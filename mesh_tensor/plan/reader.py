@@ -83,7 +83,8 @@ def _state(func: relax.Function, params: list[Value], body: Tree) -> dict[Value,
 
 
 class GraphReader:
-    """Reads the functions of a module into one list of nodes. `manual`: the axes of manual computations."""
+    """Reads the functions of a module into one list of nodes. `manual`: the axes of manual computations. `taken`: what
+    says whether the branch that is read is taken."""
 
     def __init__(self, mod: ir.IRModule, mesh: Mesh, annotations: Annotations, with_loops: bool, experts: bool) -> None:
         self.mesh, self.nodes = mesh, list[Node]()
@@ -91,6 +92,7 @@ class GraphReader:
         self.with_loops, self.experts = with_loops, experts
         self.varying: dict[Value, Axes] = {}
         self.manual: set[str] = set()  # axes
+        self.taken: Value | None = None
         self.annotations: dict[Value, Annotation] = {}
         self._mod, self._stated = mod, annotations
         self._functions = relax_functions(mod)

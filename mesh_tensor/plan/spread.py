@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,20 +62,11 @@ class Spread:
 
     def __init__(self, graph: Graph, atoms: Atoms) -> None:
         self._atoms, self._mesh = atoms, graph.mesh
-        devices = atoms.devices
-        self.places: dict[Value, dict[str, int]] = {
-            value: {axis: place for place, (axis, _) in enumerate(devices.get(value, ()))} for value in graph.values()
-        }
+        self._values = graph.values()
         self._group: dict[Value, list[Value]] = {}
         for members in graph.alike():
-            shared: dict[str, int] = {}
             self._group |= dict.fromkeys(members, members)
-            self.places |= dict.fromkeys(members, shared)  # one dict: they lie alike
-        #: As in Shard, of the axes that a layout is stated for; of values that lie alike, one dict.
-        self.minors: dict[Value, dict[str, int]] = {}
-        self._closed: dict[Value, frozenset[str]] = {}
-        self._kept: dict[Value, frozenset[int]] = {}  # atoms that nothing else splits
-        self._rank = {value: (-value.type.elements, order) for order, value in enumerate(self.places)}
+        self._rank = {value: (-value.type.elements, order) for order, value in enumerate(self._values)}
         self._sites: list[_Site] = []
         self._readers = Counter((node.inputs[n], dim) for node in graph.nodes for n, dim in atoms.rules[node].windows)
         repeated: dict[int, frozenset[int]] = {}
@@ -95,8 +87,28 @@ class Spread:
             self._sites.append(site)
             for index, (value, _) in enumerate(site.tensors):
                 self._touching.setdefault(value, []).append((number, index))
+        self._begin()
+
+    def _begin(self) -> None:
+        devices = self._atoms.devices
+        self.places: dict[Value, dict[str, int]] = {
+            value: {axis: place for place, (axis, _) in enumerate(devices.get(value, ()))} for value in self._values
+        }
+        for members in {id(members): members for members in self._group.values()}.values():
+            shared: dict[str, int] = {}
+            self.places |= dict.fromkeys(members, shared)  # one dict: they lie alike
+        #: As in Shard, of the axes that a layout is stated for; of values that lie alike, one dict.
+        self.minors: dict[Value, dict[str, int]] = {}
+        self._closed: dict[Value, frozenset[str]] = {}
+        self._kept: dict[Value, frozenset[int]] = {}  # atoms that nothing else splits
         self._factor: dict[tuple[int, str], str] = {}
         self._waves: list[tuple[bool, bool, int, int, int, str, int, int]] = []
+
+    def afresh(self) -> Spread:
+        """The same graph, with nothing stated."""
+        made = copy(self)
+        made._begin()
+        return made
 
     def state(self, value: Value, annotation: Annotation) -> None:
         """The layout that was stated for a value: its own axes stay, and all others unless it is open. It doesn't

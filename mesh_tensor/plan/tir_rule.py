@@ -107,7 +107,7 @@ def _windows(
     inputs: Sequence[str], factors: Collection[Factor], analysis: Analysis
 ) -> Iterator[tuple[tuple[int, int], Reaches]]:
     for (param, dim), (factor, reaches) in analysis.windows.items():
-        if factor in factors and param in inputs:
+        if factor is not None and factor in factors and param in inputs:
             yield (inputs.index(param), dim), reaches
 
 

@@ -90,7 +90,7 @@ def decided_in(program: Program) -> Any:
 
 
 def shaped(value: ProgramValue, shape: tuple[int, ...]) -> ProgramValue:
-    return ProgramValue(value.name, shape, value.dtype, value.sharding, value.storage, value.slab)
+    return ProgramValue(value.name, shape, value.dtype, value.sharding, value.storage, value.slab, value.inner)
 
 
 def _as_port(port: Port, small: Port) -> Port:

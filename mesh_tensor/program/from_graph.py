@@ -220,13 +220,12 @@ class _Programmer:
         """A value between the calls of one operator: known as the tile that a device has, and as nothing else."""
         (tensor,) = call.outputs
         name = f"gv.{len(self._values)}"
-        self._add_whole(name, tensor.shape, tensor.dtype)
+        self._add_whole(name, tensor.shape, tensor.dtype, inner=True)
         return name
 
-    def _add_whole(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        self._values[name] = ProgramValue(
-            name, shape, dtype, Sharding.of(self._explicit.graph.mesh, len(shape), {}), name
-        )
+    def _add_whole(self, name: str, shape: tuple[int, ...], dtype: str, *, inner: bool = False) -> None:
+        whole = Sharding.of(self._explicit.graph.mesh, len(shape), {})
+        self._values[name] = ProgramValue(name, shape, dtype, whole, name, inner=inner)
 
 
 def _names(forms: Iterable[Form]) -> tuple[str, ...]:

@@ -16,8 +16,9 @@ from mesh_tensor.lowering.local_view import Collective, LocalKernel, LocalView, 
 from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.lowering.verify import other_tiles
-from mesh_tensor.rules.kernel.cost import flops_function, size_function
+from mesh_tensor.rules.kernel.cost import coordinates_of, flops_function
 from mesh_tensor.rules.kernel.factor_derivation import Dim
+from mesh_tensor.rules.kernel.sizes import size_function
 
 from .builder import collective_step, with_lifetimes
 from .program import Parameter, Program, ProgramValue
@@ -91,7 +92,8 @@ class OpenProgram:
             )
         scalars = tuple(v.name for v in local.scalars)
         slabs = None if self._symbols else Slabs(step, local.mesh)
-        parameters, counts = self._size_parameters(step), cache(partial(flops_function, func, self._symbols))
+        at = coordinates_of(func, step.axes, local.mesh)
+        parameters, counts = self._size_parameters(step), cache(partial(flops_function, func, self._symbols, at))
 
         def sized(values: Mapping[str, ProgramValue], sizes: Sequence[int]) -> Step:
             own = tuple([sizes[position] for position in parameters])

@@ -11,7 +11,7 @@ from mesh_tensor.base.collectives import collective_time
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.lowering.slabs import SlabBounds, SlabKernel, Slabs
-from mesh_tensor.rules.kernel.cost import count_flops
+from mesh_tensor.rules.kernel.cost import coordinates_of, count_flops
 from mesh_tensor.rules.kernel.factors import Factor
 
 from .program import ProgramValue, Slab, bytes_received
@@ -191,6 +191,7 @@ class _Slabs:
     def kernel(self, index: int, bound: SlabBounds, kernel: SlabKernel) -> KernelStep:
         """The call on one slab."""
         step, (func, axes) = self._step, kernel
+        mesh = self._values[step.args[0]].sharding.mesh
         slabs = {name: self._slab(name, dim, bound) for name, dim in self._dims.items()}
         return replace(
             step,
@@ -199,7 +200,7 @@ class _Slabs:
             axes=axes,
             args=tuple(slabs.get(name, name) for name in step.args),
             writes=tuple(slabs[name] for name in step.writes),
-            counted=partial(count_flops, func),
+            counted=partial(count_flops, func, coordinates_of(func, axes, mesh)),
             slabs=None,
         )
 

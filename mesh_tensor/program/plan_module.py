@@ -22,6 +22,7 @@ from mesh_tensor.plan.gathers import gathered_first
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph, Interleaved, leaves
+from mesh_tensor.plan.left_partial import left_partial
 from mesh_tensor.plan.prices import prices_on
 from mesh_tensor.plan.propagate import Late, Layouts, other_turns, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
@@ -211,9 +212,22 @@ def plan_graph(graph: Graph, atoms: Atoms, options: PlanOptions = PlanOptions())
         other = _laid_out(sliced, options.atoms(sliced), options)
         if cost_of(other[-1]) < cost_of(explicit):
             graph, atoms, layouts, explicit = other
-    explicit, calls = gathered_first(explicit), TileCalls(atoms)
+    return _planned(gathered_first(explicit), TileCalls(atoms), options)
+
+
+def with_parts(plan: ModulePlan, numbers: Collection[int], options: PlanOptions) -> ModulePlan:
+    """The plan, in which the results of these numbers are left as their parts, which it completes at its end (see
+    `left_partial`)."""
+    stages = plan.stages()
+    names = {leaves(stages.explicit.result)[number].name for number in numbers}
+    return replace(_planned(left_partial(stages.explicit, names), stages.calls, options), base=plan.base)
+
+
+def _planned(explicit: ExplicitGraph, calls: TileCalls, options: PlanOptions) -> ModulePlan:
+    """The plan whose changes of layout are these."""
+    graph, atoms = explicit.graph, explicit.atoms
     made = to_program(explicit, calls, options.kernels, options.overlap, check_indices=options.check_indices)
-    stages = Stages(graph, atoms, layouts, explicit, calls, made)
+    stages = Stages(graph, atoms, explicit.layouts, explicit, calls, made)
     forms = dict.fromkeys([*explicit.params, *leaves(explicit.result)])
     stored = graph.stored
     ports = [Port(f.name, f.dtype, atoms.of[f.value], f.sharding, stored.get(f.value)) for f in forms]
@@ -238,7 +252,7 @@ _LaidOut = tuple[Graph, Atoms, Layouts, ExplicitGraph]
 def _laid_out(graph: Graph, atoms: Atoms, options: PlanOptions) -> _LaidOut:
     """The graph as it is best written for the layouts of its values, these, and every change of layout."""
     made = _heard(graph, atoms, options)
-    others = [_heard(graph, atoms, options, late) for late in other_turns(graph, atoms, made[2].conflicts)]
+    others = [_heard(graph, atoms, options, late) for late in other_turns(graph, atoms, made[2])]
     return min([made, *others], key=lambda tried: cost_of(tried[-1])) if others else made
 
 

@@ -38,7 +38,8 @@ class ProgramValue:
     """A tensor of the program: `shape` is global, `sharding` says what of it each device holds.
 
     Values with the same `storage` share memory (a collective that works in place goes from one to the other). A value
-    with a `slab` is that part of the storage's tiles: a tensor of its own, whose tiles are the slabs."""
+    with a `slab` is that part of the storage's tiles: a tensor of its own, whose tiles are the slabs. An `inner` one is
+    between the calls that one operator is on tiles: `shape` is a tile's, and nothing is said of other devices'."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class ProgramValue:
     sharding: Sharding
     storage: str
     slab: Slab | None = None
+    inner: bool = False
 
     @cached_property
     def tile_shape(self) -> tuple[int, ...]:

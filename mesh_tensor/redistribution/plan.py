@@ -108,8 +108,11 @@ def plan_moves(src: Sharding, dst: Sharding, shape: Sequence[int]) -> tuple[Move
 
 
 def _to_windows(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> tuple[Move, ...]:
-    """What is partial is completed in tiles first; then every device gets its window from whoever has it."""
-    moves = _planned(src, dst.plain, shape) if src.partial != dst.partial else ()
+    """What is partial is completed in tiles first, those that there are where all get the same window; then every
+    device gets its window from whoever has it."""
+    alike = not dst.partial and not any(window.stride for _, window in dst.windows)
+    tiles = Sharding(src.mesh, src.ndim, src.dims) if alike else dst.plain
+    moves = _planned(src, tiles, shape) if src.partial != dst.partial else ()
     return (*moves, direct_move(moves[-1].after if moves else src, dst))
 
 

@@ -15,7 +15,7 @@ from mesh_tensor.base.collectives import collective_time, reach
 from mesh_tensor.base.machine import Machine, Work
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import CollectiveStep, FreeStep, KernelStep, OpStep
-from mesh_tensor.rules.kernel.cost import has_products
+from mesh_tensor.rules.kernel.cost import has_products, loaded_bytes
 from mesh_tensor.rules.operator.cost import class_of, operator_work, pays_apart, read_bytes, touched_bytes
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
@@ -72,13 +72,18 @@ class StepCosts:
             self._touched |= dict.fromkeys(taken, self._now)
 
     def kernel(self, step: KernelStep) -> StepCost:
-        """Its operations, on the dtype of its first tile, or all of its tiles once."""
+        """Its operations, on the dtype of its first tile, or all of its tiles once, and what it loads again."""
         values = [self._program.values[name] for name in step.args]
         self._apart |= dict.fromkeys(step.writes, frozenset(self._program.mesh))
         nbytes = sum(value.tile_bytes for value in values)
         dtype = values[0].dtype if values else "float32"
         rows = () if has_products(step.func) else ("kernel rows",)
-        work = self._machine.work(step.flops, nbytes, dtype, f"kernel {step.name}", *rows, "kernel", "product")
+        names = f"kernel {step.name}", *rows, "kernel", "product"
+        again, largest = 0, 0
+        if self._machine.roofline(*names).again:
+            again = max(0, loaded_bytes(step.func) - nbytes)
+            largest = max((value.tile_bytes for value in values), default=0)
+        work = self._machine.work(step.flops, nbytes, dtype, *names, again=again, largest=largest)
         rounds = self._machine.rounds(self._program.mesh.num_devices)
         work = self._from(work, self._levels(step.args, nbytes), [value.tile_bytes for value in values], nbytes)
         seconds = self._in_turn(work, rounds, self._program.mesh.num_devices > 1) + self._colder()
@@ -196,7 +201,8 @@ class StepCosts:
             return work
         near = self._machine.memory_rate(nbytes)
         pairs = zip(sizes, levels, strict=True)
-        return replace(work, far=sum(size / self._machine.memory[level].rate - size / near for size, level in pairs))
+        far = sum(size / self._machine.memory[level].rate - size / near for size, level in pairs)
+        return replace(work, far=work.far + far)
 
     def _touch(self, names: Iterable[str], rounds: int) -> None:
         """A step of so many rounds goes through the values."""

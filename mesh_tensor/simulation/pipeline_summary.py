@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .summary import CURVE, LEFT, ROW, WIDTH, in_bytes, in_seconds, label, named, rect, way_out, written
+from .summary import CURVE, LEFT, ROW, WIDTH, in_bytes, in_seconds, label, left_out_lines, named, rect, way_out, written
 
 if TYPE_CHECKING:
     from .pipelines import PipelineSimulation
@@ -36,13 +37,14 @@ def action_groups(simulation: PipelineSimulation) -> list[ActionGroup]:
         for event in row:
             found.setdefault(f"{event.action.stage}{event.action.kind}", []).append(event.end - event.start)
     path, critical = made.critical_path, dict[str, float]()
-    for event in path:
+    taken = [made.given(event, later.mesh) for event, later in pairwise(path)] + [event.end for event in path[-1:]]
+    for event, end in zip(path, taken, strict=True):
         kind = f"{event.action.stage}{event.action.kind}"
-        critical[kind] = critical.get(kind, 0.0) + event.end - event.start
+        critical[kind] = critical.get(kind, 0.0) + end - event.start
     both = 1 + made.schedule.has_backward
     if sent := [each for each in made.transfers.values() if each]:
         found[SENT] = sent * made.schedule.num_microbatches * both
-        critical[SENT] = sum(later.start - event.end for event, later in zip(path, path[1:], strict=False))
+        critical[SENT] = sum(later.start - end for end, later in zip(taken, path[1:], strict=False))
     if reduced := [each for each in made.endings if each]:
         found[REDUCED] = reduced
         critical[REDUCED] = made.time - (path[-1].end if path else 0.0)
@@ -103,10 +105,12 @@ def pipeline_table(simulation: PipelineSimulation) -> str:
         f"{in_bytes(made.peak_bytes)} per device{'' if made.fits else ': more than there is'}",
     ]
     for (stage, kind), run in made.fragments.items():
-        lines.append(f"  {stage}{kind}  {in_seconds(run.time)}, {in_bytes(run.peak_bytes)} per device")
+        early = made.rest.get((stage, kind))
+        words = f", {in_seconds(early)} of it after what others wait for" if early else ""
+        lines.append(f"  {stage}{kind}  {in_seconds(run.time)}, {in_bytes(run.peak_bytes)} per device{words}")
     for (source, target), seconds in made.transfers.items():
         lines.append(f"  from stage {source} to {target}  {in_seconds(seconds)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *left_out_lines(made.left_out)])
 
 
 def pipeline_trace(simulation: PipelineSimulation, path: str | Path | None) -> dict[str, Any]:

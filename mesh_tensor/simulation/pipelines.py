@@ -35,11 +35,13 @@ class PipelineSimulation:
 
     fragments    (stage, kind) -> the fragment's own Simulation
     beside       (stage, kind) -> seconds of the first microbatch's action beside its fragment, and of every other's
+    rest         (stage, kind) -> seconds of the fragment after what other stages wait for is handed on
     transfers    (stage, stage) -> seconds of what goes from one to the other, for a microbatch
     endings      per mesh: seconds in which gradients are reduced after its last action
     held         per mesh: the most bytes that one of its devices holds while each action runs, and at last
     takes        per stage, the stages that it takes values of
     devices      per mesh
+    left_out     what is not simulated, in words
     """
 
     machine: Machine
@@ -47,11 +49,13 @@ class PipelineSimulation:
     schedule: Schedule
     fragments: Mapping[tuple[int, str], Any]
     beside: Mapping[tuple[int, str], tuple[float, float]]
+    rest: Mapping[tuple[int, str], float]
     transfers: Mapping[tuple[int, int], float]
     endings: tuple[float, ...]
     held: tuple[tuple[int, ...], ...]
     takes: Takes
     devices: tuple[int, ...]
+    left_out: tuple[str, ...] = ()
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -121,6 +125,10 @@ class PipelineSimulation:
             found.append(before)
         return tuple(reversed(found))
 
+    def given(self, event: Event, mesh: int) -> float:
+        """When what an action gives starts on its way to a mesh: before its end, where it hands that on first."""
+        return event.end if event.mesh == mesh else event.end - self._early(event.action)
+
     def without(self, kinds: Iterable[str] | str) -> float:
         """The seconds that everything would take if what is called so took none: actions of a stage ("0F"), what
         goes from mesh to mesh ("transfers"), gradients' reductions at the end ("reductions")."""
@@ -164,9 +172,12 @@ class PipelineSimulation:
             beside = self.beside[action.stage, action.kind][action.microbatch > 0]
             return self.machine.action + beside + received + (0.0 if run is None else run.time)
 
+        def early(action: Action) -> float:
+            return 0.0 if f"{action.stage}{action.kind}" in without else self._early(action)
+
         endings = [0.0 if REDUCED in without else ending for ending in self.endings]
         if shared is None:
-            return timeline(self.schedule, cost, delay, self.takes, endings=endings)
+            return timeline(self.schedule, cost, delay, self.takes, endings=endings, early=early)
         processors = Processors(shared, [min(shared, count) for count in self.devices])
         return timeline(self.schedule, cost, 0.0, self.takes, endings=endings, processors=processors)
 
@@ -181,8 +192,9 @@ class PipelineSimulation:
         row, by_action = self.timeline.rows[event.mesh], self._events
         found = [(each.end, each) for each in row[: row.index(event)][-1:]]
         for need in self._dependencies.needs(event.action):
+            made = by_action[need]
             sent = 0.0 if self.machine.processors is not None else self._delay(need.stage, event.action.stage)
-            found.append((by_action[need].end + sent, by_action[need]))
+            found.append((self.given(made, event.mesh) + sent, made))
         last = max(found, key=lambda each: each[0], default=None)
         if self.machine.processors is not None and (last is None or last[0] < event.start):
             left = [each for each in by_action.values() if each.end == event.start > each.start]
@@ -200,6 +212,12 @@ class PipelineSimulation:
     def _delay(self, source: int, target: int) -> float:
         """Seconds from a stage to another one, forwards or back."""
         return self.transfers.get((source, target), self.transfers.get((target, source), 0.0))
+
+    def _early(self, action: Action) -> float:
+        """Seconds before an action's end in which other stages have what it hands on first: gradients of weights are
+        computed then, and added up."""
+        key = action.stage, action.kind
+        return self.rest[key] + self.beside[key][action.microbatch > 0] if self.rest.get(key) else 0.0
 
     def _flops(self, action: Action) -> int:
         run = self.fragments.get((action.stage, action.kind))
@@ -229,6 +247,13 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
         for here in stages
         for kind, fragment in here.fragments.items()
     }
+    rest = {
+        (here.stage.index, kind): seconds
+        for here in stages
+        if machine.processors is None  # as ranks of their own do; devices that share processors hand on at the end
+        for kind, fragment in here.fragments.items()
+        if (seconds := _after_handing_on(fragment, made[here.stage.index, kind], simulation))
+    }
     transfers: dict[tuple[int, int], float] = {}
     for here in stages:
         for source, seconds in transfer_seconds(stages, here, machine, between):
@@ -247,12 +272,23 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
         pipe.schedule,
         made,
         beside,
+        rest,
         transfers,
         tuple(endings),
         held_bytes_of(pipe.schedule, stages, made, len(names)),
         {here.stage.index: tuple(dict.fromkeys(here.stage.takes.values())) for here in stages},
         tuple(pipe.topology[name].num_devices for name in names),
+        tuple(dict.fromkeys([*(text for run in made.values() for text in run.left_out), *pipe.not_simulated])),
     )
+
+
+def _after_handing_on(fragment: Any, run: Any, simulation: Callable[[Program, Machine], Any]) -> float:
+    """Seconds of a fragment after it has handed on what others wait for; 0 where that is there at its end."""
+    before, after = fragment.module.around_handing_on()
+    if not before:
+        return 0.0
+    ordered = simulation(replace(run.program, steps=(*before, *after)), run.machine)
+    return sum(step.end - step.start for step in ordered.steps if step.number >= len(before))
 
 
 def _starts(topology: Topology) -> dict[str, int]:

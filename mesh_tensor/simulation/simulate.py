@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from mesh_tensor.program.program import Program
 from mesh_tensor.program.verify import held_bytes, peak_bytes
 
 from .costs import COMPUTE
+from .left_out import left_out
 from .pipelines import PipelineSimulation, simulate_pipeline
 from .streams import RUN, WAIT, Event, Events, called_seconds, critical, play
 from .summary import Group, check_count, groups, named_kinds, page, per_second, table, trace, used_share, why
@@ -41,7 +42,7 @@ def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | Pi
     on = machine_named(machine) or CPU
     if isinstance(getattr(what, "schedule", None), Schedule):
         return simulate_pipeline(what, on, Simulation)
-    return Simulation(_program_of(what, on), on)
+    return Simulation(_program_of(what, on), on, getattr(what, "not_simulated", ()))
 
 
 def _program_of(what: Any, machine: Machine) -> Program:
@@ -91,13 +92,19 @@ class Simulation:
     computing    seconds in which the device computes; what is left of `time` it waits for collectives
     """
 
-    def __init__(self, program: Program, machine: Machine) -> None:
-        self.program, self.machine = program, machine
+    def __init__(self, program: Program, machine: Machine, beside: Sequence[str] = ()) -> None:
+        """`beside`: what else callers do, in words, which is not simulated."""
+        self.program, self.machine, self._beside = program, machine, tuple(beside)
         self._events = Events(program, machine)
         took, self._ends = play(self._events.all, len(machine.links), machine.busy)
         self._called = called_seconds(program, machine)
         self.time = took + self._called
         self.computing = sum(event.seconds for event in self._events.all if event.kind == RUN)
+
+    @cached_property
+    def left_out(self) -> tuple[str, ...]:
+        """What is not simulated, in words."""
+        return (*left_out(self.program), *self._beside)
 
     @property
     def events(self) -> list[Event]:

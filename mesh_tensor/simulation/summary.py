@@ -96,7 +96,12 @@ def table(simulation: Simulation) -> str:
             (group.kind, str(group.count), in_seconds(group.seconds), share, group.bound)
             + (f"{group.flops:,}", f"{group.nbytes:,}", in_seconds(group.without))
         )
-    return "\n".join([*head, *columns(rows)])
+    return "\n".join([*head, *columns(rows), *left_out_lines(made.left_out)])
+
+
+def left_out_lines(texts: Iterable[str]) -> list[str]:
+    """What is not simulated, a line each."""
+    return [f"  not simulated: {text}" for text in texts]
 
 
 def used_share(machine: Machine, dtype: object, flops: float, time: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from tvm import arith, ir, tirx
 
@@ -12,23 +12,26 @@ from .nodes import is_const, loads
 _STRENGTHS = (arith.ProofStrength.DEFAULT, arith.ProofStrength.SYMBOLIC_BOUND)
 
 
-def accesses_outside(func: tirx.PrimFunc, unchecked: Collection[tuple[str, int]] = ()) -> list[str]:
-    """The direct accesses to `func`'s parameters that are not provably inside, one line each.
+def accesses_outside(
+    func: tirx.PrimFunc, unchecked: Collection[tuple[str, int]] = (), below: Mapping[tirx.Var, int] | None = None
+) -> list[str]:
+    """The direct accesses to `func`'s parameters that are not provably inside, one line each. `below`: parameters that
+    are from 0 to below a number, as coordinates are.
 
     Tile operations are left out, as TileLang guards their regions; so are the (parameter, dim) in `unchecked`, and
     places that data name."""
-    walk = _Walk(func, frozenset(unchecked))
+    walk = _Walk(func, frozenset(unchecked), {**thread_indices(func), **(below or {})})
     walk.stmt(func.body)
     return list(dict.fromkeys(walk.problems))
 
 
 class _Walk:
-    def __init__(self, func: tirx.PrimFunc, unchecked: frozenset[tuple[str, int]]):
+    def __init__(self, func: tirx.PrimFunc, unchecked: frozenset[tuple[str, int]], below: Mapping[tirx.Var, int]):
         self.params = set(func.buffer_map.values())
         self.unchecked = unchecked
         self.analyzer = arith.Analyzer()
-        for var, threads in thread_indices(func).items():
-            self.analyzer.bind(var, ir.Range(0, threads))
+        for var, count in below.items():
+            self.analyzer.bind(var, ir.Range(0, count))
         self.problems: list[str] = []
         self.data: set[tirx.Var] = set()  # bound to what is loaded
 

@@ -149,6 +149,21 @@ def test_wrong_scalars():
     assert local_axpy_kernel(8) is not None
 
 
+@pytest.mark.parametrize(
+    ("alpha", "n", "told"),
+    [
+        (1.5, 2**31, "parameter 'n': 2147483648 is no int32, which holds -2147483648 to 2147483647"),
+        (1.5, -(2**40), "parameter 'n': -1099511627776 is no int32"),
+        (10**400, 1, "parameter 'alpha': 1000"),
+    ],
+)
+def test_scalars_that_their_dtype_does_not_hold(alpha, n, told):
+    """C would take the last bits of an integer."""
+    text = message(kernel_of(axpy_kernel(8), add_one_program(8, 2)), torch.zeros(8), alpha, torch.zeros(8), n)
+    assert told in text
+    assert "pass a number that it can hold, or declare the parameter wider" in text
+
+
 @pytest.fixture
 def symbolic():
     rows = T.dynamic("rows")

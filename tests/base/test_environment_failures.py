@@ -34,7 +34,7 @@ def test_an_old_tilelang(monkeypatch):
 def test_everything_that_is_wrong_is_said(monkeypatch):
     message = refusal(monkeypatch, tilelang="0.2.0", torch="2.5.1+cpu")
     assert "needs tilelang <0.2,>=0.1.15, and 0.2.0 is installed" in message
-    assert "needs torch >=2.6, and 2.5.1+cpu is installed" in message
+    assert "needs torch >=2.9, and 2.5.1+cpu is installed" in message
 
 
 def test_what_is_not_installed(monkeypatch):

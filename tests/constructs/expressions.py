@@ -127,6 +127,20 @@ _ARITHMETIC: dict[str, tuple[Callable, Callable]] = {
 _INTEGERS = np.random.default_rng(2).integers(-9, 9, (12, 4)).astype(np.int32)
 _TIES = (np.random.default_rng(3).integers(-9, 9, (12, 4)) / 2).astype(_F32)
 
+
+def _cast(**said: Any) -> Callable[[], Any]:
+    def kernel() -> Any:
+        @T.prim_func
+        def cast(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float16")):
+            with T.Kernel(12, threads=32) as bx:
+                for j in T.Parallel(4):
+                    Y[bx, j] = T.cast(X[bx, j], "float16", **said)
+
+        return cast
+
+    return kernel
+
+
 ROWS_OF_EXPRESSIONS = (
     Row(
         "functions of floats",
@@ -162,5 +176,15 @@ ROWS_OF_EXPRESSIONS = (
         nodes="Add Sub Mul Div Mod FloorDiv FloorMod Min Max EQ NE LT LE GT GE And Or Not Select Cast Call IntImm"
         " FloatImm Var SizeVar PrimExpr StringImm BufferLoad",
         examples=(_elementwise("of integers", _ARITHMETIC, _INTEGERS),),
+    ),
+    Row(
+        "casts that say how they round, or not to saturate",
+        "refused",
+        "a cast to float16 with",
+        examples=(
+            Example("towards 0", _cast(round="rz"), (_fractions(),)),
+            Example("by random bits", _cast(round="rs", rbits=T.uint32(7)), (_fractions(),)),
+            Example("to infinity", _cast(sat=False), (_fractions(),)),
+        ),
     ),
 )

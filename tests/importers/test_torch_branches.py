@@ -142,6 +142,31 @@ def test_graphs_within_graphs(name):
         torch.testing.assert_close(run(x), model(x))
 
 
+ELEMENTS = {
+    "looked up": lambda x, at: x[at],
+    "embedded": lambda x, at: nn.functional.embedding(at, x),
+    "put": lambda x, at: x.index_put((at,), torch.ones(6)),
+    "put by torch": lambda x, at: x.put(at, torch.ones(3)),
+    "divided by": lambda x, at: x[:3] * (6 // (at - 9))[:, None],
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_elements_are_refused_where_the_branch_is_taken(name):
+    """What the other branch would make of them is no matter."""
+    function, torch_refuses = ELEMENTS[name], (IndexError, RuntimeError)
+    model = Of(lambda x, at, ask: torch.cond(ask, function, lambda x, at: function(x, at * 0), (x, at)))
+    x, at, yes = torch.randn(8, 6), torch.tensor([1, 7, 0]), torch.tensor([True])
+    run = mt.distribute_module(mt.from_torch(program_of(model, x, at, yes)), {"x": 2}, {"inputs_0": {"x": 1}})
+    outside = torch.tensor([1, 9, 77])
+    torch.testing.assert_close(run(x, at, yes), model(x, at, yes))
+    torch.testing.assert_close(run(x, outside, ~yes), model(x, outside, ~yes))
+    with pytest.raises(torch_refuses):
+        model(x, outside, yes)
+    with pytest.raises(mt.MeshTensorError, match="divided by 0" if name == "divided by" else "77"):
+        run(x, outside, yes)
+
+
 @pytest.mark.parametrize("compare", [operator.eq, operator.le])
 def test_open_sizes_choose(compare):
     """Whatever the example's size was."""

@@ -143,4 +143,4 @@ def test_updates_past_the_end_that_change_nothing_do_not_keep_a_dim_whole():
     a = torch.randn(5, 7)
     total = (a * (torch.arange(7) // 2 + torch.arange(5)[:, None] // 2)).sum(1)
     check(kernel, [a], (total, total.sum().reshape(1)))
-    assert accepted(kernel, {"x": 2}, {"A": {"x": 0}}) == {"m": "sum", "k": "sum"}
+    assert accepted(kernel, {"x": 2}, {"A": {"x": 0}}) == {"m": "sum", "k": "sum", "l": "parallel"}

@@ -88,7 +88,7 @@ def test_dims_of_size_one_come_and_go():
 
     a, b = torch.randn(1, 6, 8), torch.randn(8, 4)
     check_all(kernel, [a, b], (a[0] @ b)[:, None])
-    assert str(mt.sharding_rule(kernel)) == "A[*, m, k], B[k, n] -> C[m, *, n]; m, n parallel; k sum"
+    assert str(mt.sharding_rule(kernel)) == "A[*, m, k], B[k, n] -> C[m, l, n]; m, n, l parallel; k sum"
 
 
 def test_dims_taken_apart_in_another_way():

@@ -39,7 +39,6 @@ KERNELS = {
     "flip": (indexed(lambda m: 31 - m), BOTH, lambda a: a.flip(0)),
     "butterfly": (indexed(lambda m: m ^ 16), BOTH, lambda a: a.view(2, 16).flip(0).reshape(32)),
     "columns": (indexed(lambda m: m % 4 * 8 + m // 4), BOTH, lambda a: a.view(4, 8).T.reshape(32)),
-    "one": (indexed(lambda m: 3), BOTH, lambda a: a[3].expand(32)),
 }
 
 

@@ -115,6 +115,19 @@ def test_guarded_accesses_are_inside():
     assert accesses_outside(guarded) == []
 
 
+def test_coordinates_have_ends():
+    """In groups of rows: with two devices all are in the first one."""
+
+    @T.prim_func
+    def grouped(A: T.Tensor((2,), "float32"), B: T.Tensor((1,), "float32"), x: T.int32):
+        with T.Kernel(1, threads=8):
+            B[0] = A[x % 3 // T.min(2 - x // 3 * 3, 3) * 2]
+
+    place = grouped.params[-1]
+    assert len(accesses_outside(grouped)) == len(accesses_outside(grouped, below={place: 3})) == 1
+    assert accesses_outside(grouped, below={place: 2}) == []
+
+
 @pytest.mark.parametrize(
     ("index", "shown"), [(lambda m: m + 1, "+ 1"), (lambda m: m - 1, "- 1"), (lambda m: m * 2, "* 2")]
 )

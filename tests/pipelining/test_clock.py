@@ -67,6 +67,16 @@ def test_a_transfer_takes_time_between_meshes_only():
     assert timeline(two, {"F": 1, "B": 2}, transfer=lambda source, target: 5 if source < target else 0).makespan == 11
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_with_gradients_handed_on_before_those_of_weights_only_these_are_waited_for(name):
+    """Filling and draining take (p - 1) (f + i), whatever the gradients of weights take."""
+    for p, m in ((1, 3), (2, 2), (3, 6), (4, 9)):
+        for f, i, w in ((1, 1, 1), (3, 4, 2)):
+            costs, early = {"F": f, "B": i + w}, lambda action, w=w: w if action.kind == "B" else 0
+            times = timeline(Schedule.named(name, p, m), costs, early=early)
+            assert times.makespan == m * (f + i + w) + (p - 1) * (f + i), (p, m)
+
+
 def test_costs_may_differ_by_action():
     times = timeline(Schedule.named("gpipe", 2, 2), lambda action: 4 if action.stage else 1)
     assert times.makespan == 1 + 4 * 4 + 1

@@ -115,6 +115,44 @@ def test_a_first_microbatch_gradients_are_kept_and_others_added(module):
     assert (second - run) / (first - run) == pytest.approx(1.5)
 
 
+def alone(module, machine=FREE, microbatches=1, devices=1):
+    """Training on two meshes of so many devices."""
+    topology = {"m0": {"d": devices}, "m1": {"d": devices}}
+    run = mt.pipeline(module, topology, ["blocks.1"], microbatches=microbatches, train=True)
+    return mt.simulate(run, machine)
+
+
+def test_gradients_that_another_stage_waits_for_are_on_their_way_before_those_of_weights(module):
+    """As ranks do that have a mesh to themselves; devices that share processors, or a mesh, hand on at the end."""
+    run = mt.pipeline(module, {"m0": {"d": 1}, "m1": {"d": 1}}, ["blocks.1"], train=True)
+    made = mt.simulate(run, FREE)
+    (rest,) = made.rest.values()
+    _, after = run.fragments[1].fragments["B"].module.around_handing_on()
+    backward = made.fragments[1, "B"]
+    late = [step for step in backward.steps if any(each is backward.program.steps[step.number] for each in after)]
+    assert any(step.kind == "einsum" for step in late)
+    assert rest == pytest.approx(sum(step.end - step.start for step in late))
+    (forward, backward), (first, last) = made.timeline.rows[1], made.timeline.rows[0]
+    handed_on = backward.end - rest - made.beside[1, "B"][0]
+    assert (forward.start, backward.start) == (pytest.approx(first.end), pytest.approx(forward.end))
+    assert last.start == pytest.approx(handed_on)
+    assert backward.start < last.start < backward.end
+    assert made.time == pytest.approx(max(last.end, backward.end))
+    assert not alone(module, replace(FREE, processors=2)).rest
+    assert not alone(module, devices=2).rest
+    assert f"{rest * 1e6:.4g} us of it after what others wait for" in str(made)
+
+
+def test_what_is_handed_on_early_is_on_the_critical_path_until_then(module):
+    slow = replace(FREE, links=(Link("wire", None, rate=1e30, start=1e-4),))
+    made = alone(module, slow, microbatches=4)
+    assert sum(group.critical for group in made.groups()) == pytest.approx(made.time)
+    later = replace(made, rest={})
+    assert made.time < later.time
+    assert sum(group.critical for group in later.groups()) == pytest.approx(later.time)
+    assert min(group.critical for group in made.groups()) >= 0
+
+
 def test_the_trace_and_the_text(module, tmp_path):
     made = simulated(module, microbatches=3)
     trace = made.trace(tmp_path / "trace.json")

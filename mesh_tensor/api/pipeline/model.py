@@ -228,6 +228,15 @@ class Pipeline(Learned):
         """What every stage runs, for the sizes planned last."""
         return self._planned.latest
 
+    @property
+    def not_simulated(self) -> tuple[str, ...]:
+        """What simulations of a call leave out, in words."""
+        kinds = sorted({kind for kind in self.memory.values() if kind != "device"})
+        found = [
+            f"values that are held in {kind}, and their way there: as if they stayed on the device" for kind in kinds
+        ]
+        return (*found, *["the optimizer's update"] * bool(self.trained))
+
     def _as_call(self, _: Iterable[Any]) -> AbstractContextManager[None]:
         return nullcontext() if self._runs is None else self._runs.as_call()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mesh_tensor.annotations.named_values import NamedValues, is_pattern
+from mesh_tensor.annotations.named_values import is_pattern
 from mesh_tensor.annotations.names import relax_function, variables
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
@@ -59,7 +59,7 @@ def _named_stages(
     if isinstance(stages, Mapping) and stages:
         return stages_by_mesh(flow, stages, topology.names)
     if isinstance(stages, (list, tuple)) and stages and all(isinstance(name, str) for name in stages):
-        meant, _ = NamedValues(flow.mod, flow.function).meant_by(stages)
+        meant, _ = flow.named.meant_by(stages)
         before = flow.above(value for _, (_, value), _ in meant)  # results may be made before the last cut
         last = [name for name in dict.fromkeys(flow.returned) if name not in before]
         return [*(NamedStage((name,)) for name in stages), NamedStage(tuple(last))]
@@ -85,7 +85,7 @@ def without_memory(stages: Any, memory: Mapping[str, str]) -> tuple[Any, dict[st
 def held_memory(flow: Flow, memory: Mapping[str, str], inputs: Sequence[str]) -> dict[str, str]:
     """Memory kinds by the names under which stages hold values for backwards, and by those of weights. `inputs` are the
     parameters that are none."""
-    meant, problems = NamedValues(flow.mod, flow.function).meant_by(memory)
+    meant, problems = flow.named.meant_by(memory)
     found: dict[str, str] = {}
     for name, (function, value), _ in meant:
         if function == flow.function and value in flow.params and value not in inputs:
@@ -107,7 +107,7 @@ def trained_weights(flow: Flow, weights: Mapping[str, Any], train: bool | Sequen
     floats = [name for name in kept if flow.is_float(name) and name in used]
     wanted = floats
     if train is not True:
-        meant, problems = NamedValues(flow.mod, flow.function).meant_by(stated_names(train, "train", _TRAIN))
+        meant, problems = flow.named.meant_by(stated_names(train, "train", _TRAIN))
         wanted = [value for name, (_, value), _ in meant if value in floats or not is_pattern(name)]
         problems += [f"{name!r} is written by the model itself" for name in wanted if name in flow.state]
         others = [name for name in wanted if name not in floats and name not in flow.state]
@@ -135,7 +135,7 @@ def stage_layouts(
         refuse(f"the shardings are {shown(shardings)}", fix=_LAYOUTS)
     per_mesh = bool(shardings) and all(name in topology for name in shardings)
     stated = shardings if per_mesh else dict.fromkeys(topology, shardings)
-    names = NamedValues(flow.mod, flow.function)
+    names = flow.named
     there = [{var.name_hint for var in variables(relax_function(stage.module, FUNCTION))} for stage in stages]
     found: list[dict[str, Any]] = [{} for _ in stages]
     problems: list[str] = []

@@ -1,75 +1,39 @@
-"""What a kernel computes, counted from its statements; and sizes with symbols in them, as functions of the symbols'
-values."""
+"""What a kernel computes and loads, counted from its statements."""
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from types import MappingProxyType
 
 from tvm import ir, tirx
 
-from mesh_tensor.base.dtypes import is_float
-from mesh_tensor.base.errors import listing, refuse
-from mesh_tensor.tir.loops import is_one_iteration
+from mesh_tensor.base.dtypes import dtype_bits, is_float
+from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.tir.nodes import nodes
 
+from .loop_counts import total_function
 from .reader import read_kernel
-from .statements import Statement
+from .statements import Kernel, Statement
 
-#: What sizes are made of others by.
-ON_SIZES: dict[type, Callable[[int, int], int]] = {
-    tirx.Add: operator.add,
-    tirx.Sub: operator.sub,
-    tirx.Mul: operator.mul,
-    tirx.FloorDiv: operator.floordiv,
-    tirx.FloorMod: operator.mod,
-    tirx.Min: min,
-    tirx.Max: max,
-}
-
-
-def is_size(size: Any, symbols: Sequence[tirx.Var]) -> bool:
-    """Whether a size is known from the values of the symbols."""
-    if isinstance(size, tirx.Var):
-        return any(symbol.same_as(size) for symbol in symbols)
-    if type(size) in ON_SIZES:
-        return is_size(size.a, symbols) and is_size(size.b, symbols)
-    return isinstance(size, (int, tirx.IntImm))
-
-
-def size_function(size: Any, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], int]:
-    """From the values of all `symbols`, in their order, to the value of a size.
-
-    Raises:
-        MeshTensorError: there is something else in it than the symbols and arithmetic.
-    """
-    if isinstance(size, (int, tirx.IntImm)):
-        value = int(size)
-        return lambda values: value
-    if isinstance(size, tirx.Var):
-        position = next((index for index, symbol in enumerate(symbols) if symbol.same_as(size)), None)
-        if position is not None:
-            return lambda values: values[position]
-    operation = ON_SIZES.get(type(size))
-    if operation is None:
-        known = listing([symbol.name for symbol in symbols]) if symbols else "numbers"
-        refuse(f"the size {size} is not known", why=f"only {known} are, and + - * // % min max of them")
-    left, right = size_function(size.a, symbols), size_function(size.b, symbols)
-    return lambda values: operation(left(values), right(values))
-
+NOWHERE: Mapping[tirx.Var, int] = MappingProxyType({})  # no device's coordinates
 
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
 _NO_WORK = ("tirx.if_then_else", "tl.region", "tl.access_ptr", "tl.infinity", "tirx.reinterpret")
 
 
-def count_flops(func: tirx.PrimFunc) -> int:
-    """Floating-point operations of one run of a kernel: 2 per multiply-add, 1 per other operation or function.
+def count_flops(func: tirx.PrimFunc, coordinates: Mapping[tirx.Var, int] = NOWHERE) -> int:
+    """Floating-point operations of one run of a kernel: 2 per multiply-add, 1 per other operation or function; on the
+    device with most of them, by its `coordinates`, with the sizes of their axes.
 
-    Loops whose extent is no constant count once. Branches count as taken."""
-    return flops_of(read_kernel(func).statements)
+    Loops of which only data says how often they run count once. Branches count as taken."""
+    return flops_of(read_kernel(func), coordinates)
+
+
+def coordinates_of(func: tirx.PrimFunc, axes: Sequence[str], mesh: Mesh) -> dict[tirx.Var, int]:
+    """The last parameters of a local kernel, which are a device's coordinates on these axes, with their sizes."""
+    params = func.params[len(func.params) - len(axes) :]
+    return dict(zip(params, map(mesh.size, axes), strict=True))
 
 
 @lru_cache(maxsize=256)
@@ -78,24 +42,34 @@ def has_products(func: tirx.PrimFunc) -> bool:
     return any(isinstance(c.op, ir.Op) and c.op.name.startswith("tl.tileop.gemm") for c in nodes(func.body, tirx.Call))
 
 
-def flops_of(statements: Iterable[Statement]) -> int:
+@lru_cache(maxsize=256)
+def loaded_bytes(func: tirx.PrimFunc) -> int:
+    """Bytes that one run of a kernel reads of its parameters, as often as it reads them. Loops of which data or a
+    device's coordinates say how often they run count once."""
+    kernel, terms = read_kernel(func), list[tuple[Statement, int]]()
+    for statement in kernel.statements:
+        bits = sum(dtype_bits(str(each.buffer.dtype)) for each in statement.reads if kernel.is_param(each.buffer))
+        terms.append((statement, bits))
+    return total_function(terms, kernel, (), {})(()) // 8
+
+
+def flops_of(kernel: Kernel, coordinates: Mapping[tirx.Var, int] = NOWHERE) -> int:
     """`count_flops` of a kernel that is read already."""
-    return _flops_function(statements, ())(())
+    return _flops_function(kernel, (), coordinates)(())
 
 
-def flops_function(func: tirx.PrimFunc, symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], int]:
+def flops_function(
+    func: tirx.PrimFunc, symbols: Sequence[tirx.Var], coordinates: Mapping[tirx.Var, int] = NOWHERE
+) -> Callable[[Sequence[int]], int]:
     """`count_flops` for kernels with symbols in the extents of their loops: from the values of all `symbols`."""
-    return _flops_function(read_kernel(func).statements, symbols)
+    return _flops_function(read_kernel(func), symbols, coordinates)
 
 
-def _flops_function(statements: Iterable[Statement], symbols: Sequence[tirx.Var]) -> Callable[[Sequence[int]], int]:
-    terms = []
-    for statement in statements:
-        if each := _flops(statement):
-            loops = [loop for loop in statement.loops if loop.node is None or not is_one_iteration(loop.node)]
-            extents = [loop.extent for loop in loops if is_size(loop.extent, symbols)]
-            terms.append((each, [size_function(extent, symbols) for extent in extents]))
-    return lambda values: sum(each * math.prod(extent(values) for extent in extents) for each, extents in terms)
+def _flops_function(
+    kernel: Kernel, symbols: Sequence[tirx.Var], coordinates: Mapping[tirx.Var, int]
+) -> Callable[[Sequence[int]], int]:
+    terms = [(statement, _flops(statement)) for statement in kernel.statements]
+    return total_function([(one, each) for one, each in terms if each], kernel, symbols, coordinates)
 
 
 def _flops(statement: Statement) -> int:

@@ -53,6 +53,17 @@ def only_writes(statement: Statement, access: Access) -> bool:
     return isinstance(statement.tile_op, tile_ops.Atomic) and not statement.tile_op.dst.long_dims
 
 
+def puts_at_constant(statement: Statement, access: Access, dim: int) -> bool:
+    """Whether the statement writes to one place of a dim that is the same for all that runs, and reads nothing of what
+    was there: a store, or a tile operation that overwrites or combines a block."""
+    form = access.forms[dim]
+    if access is not statement.write or form is None or form.terms or dim in statement.element_dims(access):
+        return False
+    if statement.tile_op is None:
+        return isinstance(statement.node, tirx.BufferStore)
+    return isinstance(statement.tile_op, (tile_ops.Copy, tile_ops.Fill, tile_ops.Atomic))
+
+
 def takes_one(statement: Statement, access: Access, dim: int) -> bool:
     """Whether what the statement stores is made of one row of the dim, and nothing else in it depends on the table."""
     if statement.write is None or statement.target.buffer.dtype == "bool":

@@ -21,7 +21,7 @@ from mesh_tensor.tir.effects import thread_indices
 from mesh_tensor.tir.linear import Linear
 
 from .data_indices import beside_walks
-from .factors import Factor, why_not_covered
+from .factors import Factor, goes_beyond, why_not_covered
 from .live_ranges import LiveRange, LiveRanges
 from .statements import Access, Kernel, Statement
 
@@ -179,7 +179,7 @@ class _Round:
                     "the statement is not understood"
                     if statement.unknown
                     else self._by_threads(form)
-                    or why_not_covered(form, access.buffer.shape[dim], statement, self._kernel.analyzer)
+                    or why_not_covered(form, access.buffer.shape[dim], statement, self._kernel.analyzer, or_beyond=True)
                 )
                 if problem and not beside_walks(self._kernel, statement, access, dim):
                     self._detach(access, dim, f"index {access.indices[dim]}: {problem}")
@@ -207,7 +207,7 @@ class _Round:
         changed = False
         for position, current in enumerate(walked):
             for earlier in walked[:position]:
-                changed |= self._relate(current, earlier, statement.unknown)
+                changed |= self._relate(current, earlier, statement)
         return changed
 
     def _check_opaque(self, statement: Statement, walked: Sequence[_Class]) -> None:
@@ -224,7 +224,7 @@ class _Round:
                 elif self._root(entry[0]) in walked:
                     self._detach(access, dim, f"index {access.indices[dim]}: it is data")
 
-    def _relate(self, a: _Walked, b: _Walked, unknown: str | None) -> bool:
+    def _relate(self, a: _Walked, b: _Walked, statement: Statement) -> bool:
         """What one statement's walking two dims says of their factors; returns whether they became one."""
         factor, other = self._root(a.factor), self._root(b.factor)
         if factor is not other and a.form.terms.keys().isdisjoint(b.form.terms):
@@ -234,8 +234,15 @@ class _Round:
                 return False
             if self._join_if_as_long(factor, other):
                 return True
-        self._disagree(a, b, unknown)
+        first, second = sorted((a, b), key=lambda at: not self._is_left_behind(at, statement))
+        self._disagree(first, second, statement.unknown)
         return False
+
+    def _is_left_behind(self, at: _Walked, statement: Statement) -> bool:
+        """Whether loops go on behind a dim's end."""
+        extents = {loop.var: loop.extent for loop in statement.loops}
+        (var, step), *_ = at.form.ordered or [(None, 0)]
+        return var in extents and goes_beyond(extents[var], step, at.access.buffer.shape[at.dim])
 
     def _disagree(self, a: _Walked, b: _Walked, unknown: str | None) -> None:
         """Two dims that share loops but not coordinates: one parameter's dim gives way, else both factors do. What is
@@ -312,7 +319,7 @@ class _Round:
         changed = False
         for access, dim, walked, form in self._walked(statement):
             factor = self._root(walked)
-            problem = why_not_covered(form, factor.size, statement, self._kernel.analyzer)
+            problem = why_not_covered(form, factor.size, statement, self._kernel.analyzer, or_beyond=True)
             if problem and statement.unknown:
                 self._block(factor, f"{statement.unknown}, which is not understood, uses {access.buffer.name}")
             elif problem:

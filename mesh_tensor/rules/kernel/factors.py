@@ -55,11 +55,16 @@ def tile_extent(size: Any, parts: list[int]) -> Any:
 
 
 def why_not_covered(
-    form: Linear | None, size: tirx.PrimExpr, statement: Statement, analyzer: arith.Analyzer
+    form: Linear | None,
+    size: tirx.PrimExpr,
+    statement: Statement,
+    analyzer: arith.Analyzer,
+    *,
+    or_beyond: bool = False,
 ) -> str | None:
     """Why `form`, over the statement's loops, is not each of 0 .. size-1 exactly once; None if it is.
 
-    The last block may reach past the end."""
+    The last block may reach past the end, and with `or_beyond` loops may go on behind it."""
     if form is None:
         return "it is no sum of loop variables and constants"
     if not form.terms:
@@ -83,7 +88,15 @@ def why_not_covered(
             if not isinstance(loop.extent, tirx.IntImm):
                 return f"loop {var} has no constant extent"
             below = coefficient * int(loop.extent)
+    if or_beyond and goes_beyond(loops[outer[0]].extent, outer[1], size):
+        return None
     return _outer_covers(*outer, loops[outer[0]], size, analyzer)
+
+
+def goes_beyond(extent: tirx.PrimExpr, coefficient: int, size: tirx.PrimExpr) -> bool:
+    """Whether a loop over blocks is known to go on behind a dim's end."""
+    are_known = isinstance(extent, tirx.IntImm) and isinstance(size, tirx.IntImm)
+    return are_known and int(extent) * coefficient > int(size)
 
 
 def _outer_covers(

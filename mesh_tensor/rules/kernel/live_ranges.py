@@ -193,6 +193,13 @@ def _carried(param: tirx.Buffer, kernel: Kernel) -> set[tirx.Var]:
 def overwrites_all(statement: Statement, kernel: Kernel) -> bool:
     """Whether the statement, over all its innermost loops, overwrites its whole buffer without reading what was
     there."""
+    if statement.write is None or any(a.buffer.same_as(statement.write.buffer) for a in statement.reads):
+        return False
+    return covers_all(statement, kernel)
+
+
+def covers_all(statement: Statement, kernel: Kernel) -> bool:
+    """Whether the statement, over all its innermost loops, gives every element of its buffer a new value, once."""
     write = statement.write
     if write is None or statement.may_be_skipped or (statement.op is not None and not statement.fresh):
         return False
@@ -212,8 +219,6 @@ def overwrites_all(statement: Statement, kernel: Kernel) -> bool:
         if not kernel.analyzer.can_prove_equal(loop.extent, size) or not kernel.analyzer.can_prove_equal(loop.min, 0):
             return False
         seen.add(var)
-    if any(a.buffer.same_as(write.buffer) for a in statement.reads):
-        return False
     return _unconditional(statement, seen, kernel) and _alone_in_nest(statement, seen, kernel)
 
 

@@ -1,4 +1,5 @@
-"""Parameters' dims that are indexed by data: tables whose rows are looked up, results that are scattered into.
+"""Parameters' dims that are indexed by data: tables whose rows are looked up, results that are scattered into; and
+results that are written at constants.
 
 Where axes split such a dim, every device does what falls into its tile, and nothing where an index falls into
 another's. What is looked up is then there on one device, and neutral on the others: partial. What is scattered lies
@@ -21,9 +22,10 @@ from mesh_tensor.tir.nodes import same_expression
 
 from .bounded_indices import Distance
 from .coordinates import Coordinates
-from .data_indices import is_bound_to_loads, is_loaded, only_writes, takes_one
+from .data_indices import is_bound_to_loads, is_loaded, only_writes, puts_at_constant, takes_one
 from .factor_derivation import Dim
 from .factors import Factor
+from .fixed_windows import FixedWindows
 from .owned_programs import LookedUpProducts, Use, owned_programs
 from .partial_values import PartialValues
 from .reader import known_uses
@@ -44,7 +46,9 @@ class Lookup:
 def candidates(kernel: Kernel, coordinates: Coordinates) -> list[Factor]:
     """The dims that may be such, as factors without names; first those of several tables at one place."""
     found = [
-        (param, dim) for param, dim in coordinates.detached if _is_indexed_by_data(kernel, kernel.params[param], dim)
+        (param, dim)
+        for param, dim in coordinates.detached
+        if _is_indexed_by_data(kernel, kernel.params[param], dim) or is_at_constants(kernel, kernel.params[param], dim)
     ]
     single = [(place,) for place in found]
     together = [*_at_one_place(kernel, coordinates, found), *dims_of_rows(kernel, found)]
@@ -94,7 +98,8 @@ def _lookup(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> Lookup 
     if not uses:
         return None
     if any(access is statement.write for statement, access, _ in uses):
-        return Lookup(factor.dims, factor, Reduction()) if all(only_writes(s, a) for s, a, _ in uses) else None
+        puts = all(only_writes(s, a) or puts_at_constant(s, a, dim) for s, a, dim in uses)
+        return Lookup(factor.dims, factor, Reduction()) if puts else None
     if not all(takes_one(*use) for use in uses):
         return None
     reduction = owned_programs(kernel, coordinates, uses) or _reduction(kernel, coordinates, factor, uses)
@@ -107,6 +112,12 @@ def _is_indexed_by_data(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
     if not uses or buffer.dtype == "bool":
         return False
     return all(is_loaded(kernel, s, access, dim) or is_bound_to_loads(kernel, s, access, dim) for s, access in uses)
+
+
+def is_at_constants(kernel: Kernel, buffer: tirx.Buffer, dim: int) -> bool:
+    """Whether all that uses the parameter is understood, and writes at constants of the dim."""
+    uses = known_uses(kernel, buffer)
+    return bool(uses) and buffer.dtype != "bool" and all(puts_at_constant(s, access, dim) for s, access in uses)
 
 
 def _reduction(kernel: Kernel, coordinates: Coordinates, factor: Factor, uses: Sequence[Use]) -> Reduction | None:
@@ -132,17 +143,22 @@ def _reduction(kernel: Kernel, coordinates: Coordinates, factor: Factor, uses: S
     return Reduction(ops, {}, tuple(gated), partial.cut, partial.completed, products=used)
 
 
-def find_windows(kernel: Kernel, coordinates: Coordinates) -> dict[Dim, tuple[Factor, Reaches]]:
-    """The windows in which dims are read. Only of parameters that nothing writes: what neighbours hold is exchanged
-    before the kernel runs."""
-    found = {}
+def find_windows(kernel: Kernel, coordinates: Coordinates) -> dict[Dim, tuple[Factor | None, Reaches]]:
+    """The windows in which dims are read, with the factor from whose positions that is, None where it is the same
+    everywhere. Only of parameters that nothing writes: what others hold is exchanged before the kernel runs."""
+    found: dict[Dim, tuple[Factor | None, Reaches]] = {}
+    fixed = FixedWindows(kernel)
     for param, dim in coordinates.detached:
         is_written = any(statement.writes(kernel.params[param]) for statement in kernel.statements)
         accesses = [] if is_written else known_uses(kernel, kernel.params[param])
-        factors = coordinates.factors if accesses and _is_sized(kernel, param, dim) else ()
+        if not accesses or not _is_sized(kernel, param, dim):
+            continue
+        factors = coordinates.factors
         reads = [(factor, reaches) for factor in factors if (reaches := _read_from(kernel, factor, accesses, dim))]
-        if reads:
-            found[(param, dim)] = min(reads, key=lambda read: read[1].margin)
+        everywhere = fixed.of(accesses, dim)
+        if reads or everywhere is not None:
+            ways = [*reads, *([(None, everywhere)] if everywhere is not None else [])]
+            found[(param, dim)] = min(ways, key=lambda read: read[1].margin)
     return found
 
 

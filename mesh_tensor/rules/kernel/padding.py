@@ -22,8 +22,9 @@ from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_position import with_bounds
 
 from .coordinates import Coordinates
-from .factors import Factor
+from .factors import Factor, goes_beyond
 from .live_ranges import LiveRange
+from .reaching import Reaching
 from .statements import Access, Kernel, Statement
 from .supported import safe_buffers
 
@@ -84,16 +85,26 @@ _UNIT = {"sum": ZERO, "prod": Content(1.0)}
 
 def takes_whole_blocks(kernel: Kernel, factor: Factor) -> bool:
     """Whether blocks divide the dim, so that nothing reaches past its end."""
-    if any(_reaches_past(kernel, factor, var) for var, c in factor.roles.items() if c == 1):
+    if any(_reaches_past(kernel, factor, var, step) for var, step in factor.roles.items()):
         return False
     return kernel.analyzer.can_prove_equal(tirx.floormod(factor.size, factor.block), 0)
 
 
-def _reaches_past(kernel: Kernel, factor: Factor, var: tirx.Var) -> bool:
-    """A single loop over the whole dim that is longer than the dim."""
+def _reaches_past(kernel: Kernel, factor: Factor, var: tirx.Var, step: int) -> bool:
+    """A loop that goes on behind the dim, or a single one over the whole dim of which that is not known."""
     extent = kernel.loops[var].extent if var in kernel.loops else None
-    alone = factor.block == 1
-    return alone and extent is not None and not kernel.analyzer.can_prove(extent <= factor.size)
+    if extent is None or goes_beyond(extent, step, factor.size):
+        return extent is not None
+    return factor.block == 1 and not kernel.analyzer.can_prove(extent <= factor.size)
+
+
+def has_blocks_beyond(kernel: Kernel, factor: Factor) -> bool:
+    """Whether loops take whole blocks that lie behind the dim's end."""
+    blocks = tirx.floordiv(factor.size + (factor.block - 1), factor.block) * factor.block
+    size = kernel.analyzer.simplify(blocks)
+    return any(
+        var in kernel.loops and goes_beyond(kernel.loops[var].extent, step, size) for var, step in factor.roles.items()
+    )
 
 
 def padding_is_neutral(
@@ -138,7 +149,8 @@ class Padding:
 
     def __init__(self, kernel: Kernel, coordinates: Coordinates, factor: Factor, past_the_end: bool):
         self.kernel, self.coordinates, self.factor, self.past_the_end = kernel, coordinates, factor, past_the_end
-        self.active: set[LiveRange] = set()
+        self.active: set[tuple[LiveRange, tuple[Statement, ...]]] = set()
+        self.reaching = Reaching(kernel)
         self.safe = safe_buffers(kernel.params.values(), kernel.root)
 
     def is_skipped(self, statement: Statement) -> bool:
@@ -150,7 +162,7 @@ class Padding:
         """What an update combines past the end, should it run there."""
         record = statement.tile_op
         if record is not None and record.reduction is not None and record.sources:
-            content, *factors = (self._access(access) for access in statement.reads[: len(record.sources)])
+            content, *factors = (self._access(access, statement) for access in statement.reads[: len(record.sources)])
             if record.product:
                 return ZERO if self._annihilates(content, *factors) else ANYTHING
             return content.mapped(abs) if reduction(record.reduction).magnitudes else content
@@ -165,7 +177,7 @@ class Padding:
         """What the statement writes past the end."""
         record = statement.tile_op
         if isinstance(record, tile_ops.Copy):
-            return self._access(statement.reads[0])
+            return self._access(statement.reads[0], statement)
         form = self.coordinates.of_statement(statement).get(self.factor)
         if not statement.values or form is None:
             return ANYTHING
@@ -174,9 +186,9 @@ class Padding:
             return ANYTHING
         return self._value(statement.values[0], place)
 
-    def _access(self, access: Access) -> Content:
+    def _access(self, access: Access, reader: Statement) -> Content:
         walks = self.coordinates.walks(access, self.factor)
-        return self.content(self.coordinates.ranges.of(access)) if walks else ANYTHING
+        return self.content(self.coordinates.ranges.of(access), reader) if walks else ANYTHING
 
     def truth(self, condition: tirx.PrimExpr, statement: Statement) -> bool | None:
         """A condition's value where a statement is past the end, if that is known."""
@@ -186,17 +198,19 @@ class Padding:
         with self.kernel.analyzer.constraint_scope(statement.ranges):
             return self._truth(condition, _Place(statement, form))
 
-    def content(self, live_range: LiveRange) -> Content:
-        """What an on-chip buffer, or a parameter, has there."""
+    def content(self, live_range: LiveRange, reader: Statement | None = None) -> Content:
+        """What an on-chip buffer, or a parameter, has there; where a statement reads it, or anywhere."""
         if live_range.is_param:
             return ANYTHING if live_range.buffer in self.safe else ZERO
-        starts = [s for s, _ in live_range.writes if s.op is None or s.fresh]
-        if live_range in self.active or not starts:
+        writes = self.reaching.writes(live_range, reader)
+        starts = [s for s in writes if s.op is None or s.fresh]
+        asked = live_range, tuple(writes)
+        if asked in self.active or not starts:
             return ANYTHING
-        self.active.add(live_range)
+        self.active.add(asked)
         content = functools.reduce(Content.join, map(self._start, starts))
-        kept = all(self._keeps(s, content) for s, _ in live_range.writes if s.op is not None and not s.fresh)
-        self.active.discard(live_range)
+        kept = all(self._keeps(s, content) for s in writes if s.op is not None and not s.fresh)
+        self.active.discard(asked)
         return content if kept else ANYTHING
 
     def _start(self, statement: Statement) -> Content:
@@ -256,7 +270,7 @@ class Padding:
             if access.buffer.same_as(load.buffer) and all(
                 a.same_as(b) for a, b in zip(access.indices, load.indices, strict=True)
             ):
-                return self._access(access)
+                return self._access(access, place.statement)
         return ANYTHING
 
     def _choice(self, choice: list[tirx.PrimExpr], place: _Place) -> Content:

@@ -20,7 +20,7 @@ from mesh_tensor.tir.tile_position import text_of
 from .coordinates import Coordinates, is_of_programs, why_whole_blocks, without_loads
 from .factors import Factor
 from .live_ranges import LiveRange, Taints
-from .padding import padding_is_neutral, takes_whole_blocks
+from .padding import has_blocks_beyond, padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
 from .reused_buffers import mixed_dims
 from .scans import Scan, find_scans
@@ -35,7 +35,7 @@ def judge(kernel: Kernel, coordinates: Coordinates, factor: Factor, taints: Tain
     if factor.blocked is not None:
         return Verdict(factor.blocked)
     verdict = _Judgement(kernel, coordinates, factor, taints).verdict()
-    if verdict.blocked is None:
+    if verdict.blocked is None or has_blocks_beyond(kernel, factor):
         return verdict
     if states := find_states(kernel, coordinates, factor):
         with_states = _Judgement(kernel, coordinates, factor, taints, states).verdict()

@@ -20,7 +20,7 @@ from .factor_derivation import Dim
 from .factors import Factor
 from .granularity import Refined
 from .live_ranges import LiveRanges, Taints, find_taints
-from .lookups import candidates, find_windows, lookups
+from .lookups import candidates, find_windows, is_at_constants, lookups
 from .normalize import ANALYSES, normalize, without_overflow
 from .packed_rows import packed_rows
 from .padding import is_inside
@@ -38,14 +38,14 @@ _MORE_NAMES = "cdefgijopqtuvwxyz"
 class Analysis:
     """Everything the later stages ask about one kernel (a function with one grid).
 
-    `windows`: the dims that no factor walks, but of which a factor's positions read bounded windows. `lookups`: those
-    that are indexed by data, each a factor that nothing walks."""
+    `windows`: the dims that no factor walks, but of which a factor's positions read bounded windows, or, without a
+    factor, all devices the same one. `lookups`: those that are indexed by data, each a factor that nothing walks."""
 
     kernel: Kernel
     coordinates: Coordinates
     reductions: Mapping[Factor, Reduction]
     taints: Taints
-    windows: Mapping[Dim, tuple[Factor, Reaches]] = field(default_factory=dict)
+    windows: Mapping[Dim, tuple[Factor | None, Reaches]] = field(default_factory=dict)
     lookups: Mapping[Dim, Factor] = field(default_factory=dict)
 
     @property
@@ -70,7 +70,7 @@ class Analysis:
         )
 
     def read_from(self, param: str, dim: int) -> Factor | None:
-        """The factor from whose positions windows of a dim are read; None if it is no such dim."""
+        """The factor from whose positions windows of a dim are read; None if there is none."""
         return self.windows[(param, dim)][0] if (param, dim) in self.windows else None
 
     def written(self, param: str) -> bool:
@@ -221,8 +221,10 @@ def factor_names(kernel: Kernel, factors: Sequence[Factor]) -> dict[Factor, str]
     of_dim = {dim: factor for factor in factors for dim in factor.dims}
     outputs = [name for name, buffer in kernel.params.items() if any(s.writes(buffer) for s in kernel.statements)]
     dims = [(n, d) for n in sorted(outputs, key=lambda n: -_ndim(kernel, n)) for d in range(_ndim(kernel, n))]
-    parallel = list(dict.fromkeys(of_dim[dim] for dim in dims if dim in of_dim))
-    others = [f for f in factors if f not in parallel]
+    at_constants = [f for f in factors if any(is_at_constants(kernel, kernel.params[p], d) for p, d in f.dims)]
+    written = dict.fromkeys(of_dim[dim] for dim in dims if dim in of_dim)
+    parallel = [f for f in written if f not in at_constants]
+    others = [*(f for f in factors if f not in parallel and f not in at_constants), *at_constants]
     more = iter([*_MORE_NAMES, *(f"f{i}" for i in range(len(factors)))])
     names = [*(_PARALLEL_NAMES.get(len(parallel)) or [next(more) for _ in parallel])]
     names += [*_REDUCED_NAMES, *more][: len(others)]

@@ -16,6 +16,7 @@ def check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
     where = f"kernel {function_name(func)!r}"
     _check_safe_values(func, block, where)
     _check_parts(block, where)
+    _check_casts(func, where)
     found = list(filter(None, map(tile_calls.beyond_regions, nodes(block.body, tirx.Evaluate))))
     if found:
         refuse(
@@ -34,6 +35,24 @@ def _check_parts(block: tirx.SBlock, where: str) -> None:
     if found:
         why = "what a kernel does is read from its statements alone"
         refuse(list(dict.fromkeys(found)), where=where, why=why, fix="write it as an `if` around a statement")
+
+
+def _check_casts(func: tirx.PrimFunc, where: str) -> None:
+    """Refuse casts that say how they round, or not to saturate: no target looks at that."""
+    said = [cast for cast in nodes(func.body, tirx.Cast) if cast.annotations]
+    if said:
+        refuse(
+            list(dict.fromkeys(f"a cast to {cast.dtype} with {_arguments(cast)}" for cast in said)),
+            where=where,
+            why="casts round to the nearest number, and 8-bit floats saturate",
+            fix="leave that out: T.cast(value, dtype)",
+        )
+
+
+def _arguments(cast: tirx.Cast) -> str:
+    """What `T.cast` was told, as it was."""
+    texts = {key: "False" if key == "sat" else str(value) for key, value in sorted(cast.annotations.items())}
+    return ", ".join(f"{key}={text}" for key, text in texts.items())
 
 
 def _check_safe_values(func: tirx.PrimFunc, block: tirx.SBlock, where: str) -> None:

@@ -26,6 +26,15 @@ LOOK_UPS = frozenset(
 )
 
 
+def looked_up(call: OpCall) -> tuple[int, ...]:
+    """The operands whose elements are looked up in dims of the first one; of torch's own operators, all that may be."""
+    if call.operator.startswith("aten."):
+        return tuple([n for n, operand in enumerate(call.inputs) if operand.dtype.startswith("int")])
+    if call.operator not in LOOK_UPS and call.name != "scatter_nd":
+        return ()
+    return tuple(range(1, len(call.inputs) if call.name == "index_tensor" else min(2, len(call.inputs))))
+
+
 rule("mesh.dynamic_strided_slice", "mesh.nonzero", "mesh.unique")(whole_rule)  # of sizes that are stated
 
 

@@ -36,6 +36,30 @@ def _only_taken(program: Program, names: Collection[str]) -> list[str]:
     return [storage for storage, count in Counter(taken).items() if count == 1 and storage not in outputs]
 
 
+def _records(program: Program, carried: Records | None) -> Records:
+    return {**recorded_pairs(program), **(carried or {})}
+
+
+def in_parts(
+    program: Program,
+    *,
+    carried: Records | None = None,
+    ends: Collection[str] = (),
+    totals: Collection[str] = (),
+    handed_on: Collection[str] = (),
+) -> tuple[Sequence[Step], Sequence[Step], Sequence[Step]]:
+    """What a rank runs until results are handed on, which is nothing where that comes last; what it runs then; and what
+    writes over what callers bring. All is as RankBackend takes it."""
+    first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
+    if last:
+        return (), first, last
+    ended = _only_taken(program, ends)
+    if handed_on and program.mesh.num_devices == 1:
+        kept = {first_result: record.name for first_result, record in _records(program, carried).items()}
+        return *handed_on_first(program, handed_on, ended, totals, kept), ()
+    return (), with_ends(first, program.values, ended) if ended else first, ()
+
+
 FailedAt = Callable[[Exception], Step]
 
 
@@ -62,17 +86,9 @@ class RankBackend:
         self.program, self.ranks, self.faults, self.poison = program, ranks, faults, poison
         self.device = target.device()
         self.carried = frozenset(record.name for record in (carried or {}).values())
-        self._target, self._records = target, {**recorded_pairs(program), **(carried or {})}
+        self._target, self._records = target, _records(program, carried)
         self._totals = totals
-        first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
-        before: Sequence[Step] = ()
-        if not last:
-            ended = _only_taken(program, ends)
-            if handed_on and program.mesh.num_devices == 1:
-                kept = {first_result: record.name for first_result, record in self._records.items()}
-                before, first = handed_on_first(program, handed_on, ended, totals, kept)
-            elif ended:
-                first = with_ends(first, program.values, ended)
+        before, first, last = in_parts(program, carried=carried, ends=ends, totals=totals, handed_on=handed_on)
         self._before, self._first, self._last = self._actions(before), self._actions(first), self._actions(last)
         self.hands_on = bool(before)
 

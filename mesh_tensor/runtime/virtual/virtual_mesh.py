@@ -11,6 +11,7 @@ from copy import copy
 from functools import partial
 from typing import Any
 
+from mesh_tensor.lowering.verify import enabled
 from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep, only
@@ -35,6 +36,7 @@ from mesh_tensor.targets.totals import totals_of
 
 from .one_tile import one_tiles
 from .operators import OpAction, OpKind, one_by_one
+from .replicas import compared
 
 
 class VirtualMesh:
@@ -51,6 +53,8 @@ class VirtualMesh:
         self._makers: list[Callable[[VirtualMesh], Any]] = []
         self._numbers: dict[tuple, int] = {}
         _check_storages(program)
+        # What a kernel leaves as it was in new memory is garbage without poison.
+        self._compares = enabled() and program.mesh.num_devices > 1 and (poison or not program.kernels)
         self._records = recorded_pairs(program)
         alone = program.mesh.num_devices == 1 and not poison
         self._is_shared = not totals and not program.kernels and not program.loops and not (alone and self._records)
@@ -104,7 +108,8 @@ class VirtualMesh:
     def _run(self, run: Sequence[Step]) -> Action | None:
         """What steps that follow each other are here; several are OpSteps of a mesh's only device."""
         if not isinstance(run[0], OpStep) or self.program.mesh.num_devices > 1 or self._poison:
-            return run[0].mean(self)
+            made = run[0].mean(self)
+            return compared(run[0], self.program, made) if self._compares else made
         first = Section(run, self.program, 0, self._target, listed=True, records=self._records, totals=self._totals)
         numbers = [self._places[id(step)] for step in first.steps]
         at = self._by_size(("section", numbers[0]), partial(_section_of, first=first, of=self.program, numbers=numbers))

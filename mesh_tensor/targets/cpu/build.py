@@ -151,6 +151,7 @@ def _build_stamp() -> str:
     return "\0".join([tilelang.__version__, processor(), *FLAGS, *_GCC_FLAGS, *(s.read_text() for s in sources)])
 
 
+@functools.cache
 def processor() -> str:
     """What tells this processor's code from that of others."""
     try:
@@ -187,9 +188,11 @@ _FIRST_ERRORS = 5
 
 
 def compiler_stamp() -> str:
-    """What tells the compiler's output from that of another one; "" if there is no compiler."""
+    """What tells the compiler's output from that of another one, or with other flags, or on another processor; "" if
+    there is no compiler."""
     command = _command()
-    return _version(tuple(command)) if command else ""
+    version = _version(tuple(command)) if command else ""
+    return "\0".join([version, processor(), *_flags(version)]) if version else ""
 
 
 def compile_library(source: Path, library: Path) -> None:
@@ -202,8 +205,7 @@ def compile_library(source: Path, library: Path) -> None:
     command = _command()
     if not command:
         refuse("no C++ compiler was found", fix=f"{_INSTALL}, or set CXX to the path of one; {_INTERPRET}")
-    flags = FLAGS if "clang" in _version(tuple(command)) else (*FLAGS, *_GCC_FLAGS)
-    command = [*command, *flags, str(source), "-o", str(library)]
+    command = [*command, *_flags(_version(tuple(command))), str(source), "-o", str(library)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
@@ -237,6 +239,10 @@ def _version(command: tuple[str, ...]) -> str:
     except OSError:
         return ""
     return f"{command[1:]} {done.stdout}" if done.returncode == 0 else ""
+
+
+def _flags(version: str) -> tuple[str, ...]:
+    return FLAGS if "clang" in version else (*FLAGS, *_GCC_FLAGS)
 
 
 def _refuse_command(program: str, error: OSError) -> None:

@@ -1,7 +1,8 @@
 """Compiled kernels on disk, between runs: found if they are as they were written, and written whole or not at all.
 
 They lie in the folder `mesh_tensor` of TileLang's cache, which TILELANG_CACHE_DIR moves: a folder per kernel and
-compiler, with the library and a note of its size and hash."""
+compiler, with the library and a note of its size and hash. Another one per C++ source and compiler has the same: what
+makes source of kernels changes more often than the source that comes of it, which is then not compiled again."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from mesh_tensor.base.environment import CACHE_VARIABLE, temporary_folder, warn_
 from mesh_tensor.base.errors import refuse
 
 _LIBRARY, _NOTE, _SOURCE = "kernel.so", "kernel.json", "kernel.cpp"
-_BUILDING = "tmp"
+_BUILDING, _BY_SOURCE = "tmp", "source"
 _ABANDONED = 3600.0  # seconds: no build takes as long
 _lock = threading.Lock()
 
@@ -114,24 +115,39 @@ def _built(root: Path, name: str, source: str, build: Build) -> Path:
     """The entry `name` in `root`, built beside it and moved there as a whole."""
     root.mkdir(parents=True, exist_ok=True)
     _clean(root)
-    entry = root / name
+    entry, same = root / name, root / _name_by_source(source, compiler=name.rpartition("-")[2])
     with _building_folder(root) as folder:
         made = folder / "entry"
         made.mkdir()
-        library = _compiled(made, source, build)
-        (made / _SOURCE).unlink()
-        (made / _NOTE).write_text(json.dumps(_note_of(library)))
-        for _ in range(2):
-            try:
-                os.rename(made, entry)
-                return entry
-            except OSError:  # something is there: of another process that was quicker, or broken
-                if _loaded(entry) is not None:
-                    return entry
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(entry, folder / f"broken{time.monotonic_ns()}")
-        os.rename(made, entry)
+        if _loaded(same) is None:
+            library = _compiled(made, source, build)
+            (made / _SOURCE).unlink()
+            (made / _NOTE).write_text(json.dumps(_note_of(library)))
+            shutil.copytree(made, folder / "same")
+            _move(folder / "same", same)
+        else:
+            for part in (_LIBRARY, _NOTE):
+                shutil.copyfile(same / part, made / part)
+        _move(made, entry)
     return entry
+
+
+def _name_by_source(source: str, compiler: str) -> str:
+    return f"{_BY_SOURCE}-{hashlib.sha256(source.encode()).hexdigest()}-{compiler}"
+
+
+def _move(made: Path, entry: Path) -> None:
+    """Put a folder in its place as a whole."""
+    for _ in range(2):
+        try:
+            os.rename(made, entry)
+            return
+        except OSError:  # something is there: of another process that was quicker, or broken
+            if _loaded(entry) is not None:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(entry, made.parent / f"broken{time.monotonic_ns()}")
+    os.rename(made, entry)
 
 
 def _compiled(folder: Path, source: str, build: Build) -> Path:

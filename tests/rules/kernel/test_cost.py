@@ -1,8 +1,13 @@
 """What kernels compute, counted."""
 
+import pytest
 import tilelang.language as T
 
-from mesh_tensor.rules.kernel.cost import count_flops, flops_function
+import mesh_tensor as mt
+from mesh_tensor.program.from_kernel import lower_to_program
+from mesh_tensor.rules.kernel.cost import count_flops, flops_function, loaded_bytes
+from mesh_tensor.rules.kernel.loop_counts import unknown_extents
+from mesh_tensor.rules.kernel.reader import read_kernel
 
 
 def test_loops_count_as_often_as_they_certainly_run():
@@ -33,3 +38,53 @@ def test_sizes_are_symbols():
                 C[i] = A[i] * 3.0
 
     assert flops_function(kernel, [n])([10]) == 12 + 3
+
+
+def below_diagonal(blocks, block=4):
+    """Every row of blocks of S, up to the diagonal, times V."""
+    rows = blocks * block
+
+    @T.prim_func
+    def kernel(S: T.Tensor((rows, rows)), V: T.Tensor((rows, block)), C: T.Tensor((rows, block))):
+        with T.Kernel(blocks, threads=32) as bx:
+            s = T.alloc_shared((block, block), "float32")
+            v = T.alloc_shared((block, block), "float32")
+            c = T.alloc_fragment((block, block), "float32")
+            last = T.min(blocks, bx + 1)
+            T.clear(c)
+            for ko in T.serial(last):
+                T.copy(S[bx * block, ko * block], s)
+                T.copy(V[ko * block, 0], v)
+                T.gemm(s, v, c)
+            T.copy(c, C[bx * block, 0])
+
+    return kernel
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 256])
+def test_blocks_below_a_diagonal_are_counted_row_by_row(blocks):
+    kernel, products = below_diagonal(blocks), blocks * (blocks + 1) // 2
+    assert count_flops(kernel) == products * 2 * 4**3
+    assert loaded_bytes(kernel) == products * 2 * 4**2 * 4
+    assert not unknown_extents(read_kernel(kernel))
+
+
+def test_of_many_rows_some_are_counted():
+    assert count_flops(below_diagonal(3000)) == pytest.approx(3000 * 3001 // 2 * 2 * 4**3, rel=1e-3)
+
+
+@pytest.mark.parametrize(("devices", "products"), [(1, 36), (2, 5 + 6 + 7 + 8), (4, 7 + 8)])
+def test_the_device_with_most_blocks_counts(devices, products):
+    func = mt.annotate(below_diagonal(8), {"x": devices}, {"S": {"x": 0}, "C": {"x": 0}})
+    (step,) = lower_to_program(func).kernels
+    assert step.flops == products * 2 * 4**3
+
+
+def test_what_only_data_says_is_named():
+    @T.prim_func
+    def kernel(A: T.Tensor((8,)), N: T.Tensor((1,), "int32"), C: T.Tensor((8,))):
+        with T.Kernel(1, threads=32):
+            for i in T.serial(N[0]):
+                C[i] = A[i] * 3.0
+
+    assert unknown_extents(read_kernel(kernel)) == ["N[0]"]

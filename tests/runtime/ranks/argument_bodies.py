@@ -3,6 +3,8 @@ can be used."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
+from tests.runtime.programs import axpy_kernel
 
 from .fault_bodies import assert_usable
 from .support import refusal
@@ -83,6 +86,22 @@ def wrong_on_one_rank(rank):
         kern = k_split()
         texts.append(refusal(lambda kern=kern, pair=pair: pair[rank](kern)))
         assert kern.local(a, b).eq(8).all()
+    assert_usable()
+    return texts
+
+
+def scalars_that_are_none(rank):
+    """Numbers are checked at every call, whatever was called before."""
+    kern = mt.compile(mt.annotate(axpy_kernel(8), {"x": 2}, {"A": {"x": 0}, "B": {"x": 0}}), target="c")
+    kern_on_parts = partial(kern.local, torch.ones(4), 2.0, torch.zeros(4))
+    texts = []
+    for number in (1.5, "7", 2**31, -(2**40)):
+        assert kern_on_parts(1).eq(3).all()
+        texts.append(refusal(lambda number=number: kern_on_parts(number)))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    whole = distribute_tensor(torch.ones(8), mesh, [Shard(0)])
+    assert kern(whole, 2.0, whole, 1).to_local().eq(3).all()
+    texts.append(refusal(lambda: kern(whole, 2.0, whole, 2**31)))
     assert_usable()
     return texts
 

@@ -45,6 +45,13 @@ def test_wrong_on_one_rank():
         assert ("fix: pass a dense copy: .to_dense()" in texts[3]) == (rank == 1)
 
 
+def test_scalars_that_are_none():
+    told = ("1.5, but expected", "'7', but expected", "2147483648 is", "-1099511627776 is", "2147483648 is")
+    for texts in run(bodies.scalars_that_are_none, 2):
+        for text, what in zip(texts, told, strict=True):
+            assert f"parameter 'n': {what}" in text
+
+
 def test_memory_that_is_shared():
     for text in run(bodies.memory_that_is_shared, 2):
         assert "parameter 'C': is written, but has elements in one place of memory (strides (0, 1))" in text

@@ -54,8 +54,12 @@ def scaled(factor):
 
 
 def only_entry(cache):
-    (entry,) = cache.iterdir()
-    return entry
+    """The folder of the only kernel, beside the one of its source."""
+    kernel, source = sorted(cache.iterdir(), key=lambda entry: entry.name.startswith("source-"))
+    assert source.name.startswith("source-")
+    for entry in (kernel, source):
+        assert cpu_cache.json.loads((entry / "kernel.json").read_text()) == cpu_cache._note_of(entry / "kernel.so")
+    return kernel
 
 
 def test_the_second_time_nothing_is_compiled(cache, no_compiler):
@@ -63,6 +67,42 @@ def test_the_second_time_nothing_is_compiled(cache, no_compiler):
     assert sorted(path.name for path in only_entry(cache).iterdir()) == ["kernel.json", "kernel.so"]
     no_compiler()
     assert scaled(5.0)
+
+
+@pytest.fixture
+def other_sources(monkeypatch):
+    """From when it is called, what makes source of kernels is another version."""
+    return lambda: monkeypatch.setattr(cpu_build, "_build_stamp", lambda: "another version")
+
+
+def test_the_same_source_is_not_compiled_again(cache, no_compiler, other_sources):
+    assert scaled(5.0)
+    other_sources()
+    no_compiler()
+    assert scaled(5.0)
+    assert len([entry for entry in cache.iterdir() if not entry.name.startswith("source-")]) == 2
+    with pytest.raises(AssertionError, match="the compiler was called"):
+        scaled(6.0)
+
+
+def test_a_broken_library_of_the_same_source_is_built_again(cache, other_sources):
+    assert scaled(21.0)
+    (entry,) = cache.glob("source-*")
+    (entry / "kernel.so").unlink()  # this process may have loaded it
+    (entry / "kernel.so").write_bytes(b"no library")
+    other_sources()
+    assert scaled(21.0)
+    assert cpu_cache._loaded(entry) is not None
+    assert [path.name for path in cache.glob("source-*")] == [entry.name]
+
+
+def test_the_same_source_with_other_flags_is_compiled(cache, no_compiler, other_sources, monkeypatch):
+    assert scaled(5.0)
+    other_sources()
+    no_compiler()
+    monkeypatch.setattr(cpu_build, "FLAGS", (*cpu_build.FLAGS, "-DOTHER"))
+    with pytest.raises(AssertionError, match="the compiler was called"):
+        scaled(5.0)
 
 
 def truncate(library):
@@ -234,7 +274,7 @@ def test_the_compiler_is_part_of_what_is_looked_for(cache, monkeypatch):
     scaled(5.0)
     monkeypatch.setattr("mesh_tensor.targets.cpu.build.compiler_stamp", lambda: "another compiler")
     assert scaled(5.0)
-    assert len(list(cache.iterdir())) == 2
+    assert len(list(cache.iterdir())) == 4
 
 
 def test_a_compiler_with_arguments(monkeypatch, cache):

@@ -1,0 +1,99 @@
+"""How often statements of a kernel run. Loops whose extents follow from those around them, as the blocks below a
+diagonal do, are counted for each value of these; and for the device that has most of them, where they follow from its
+coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from tvm import tirx
+
+from mesh_tensor.tir.linear import vars_of
+from mesh_tensor.tir.loops import is_one_iteration
+
+from .sizes import is_size, size_function
+from .statements import Kernel, Loop, Statement, without_binds
+
+_MOST = 256  # values of a loop, or of a coordinate, that are gone through: of more, as many that are evenly spread
+
+Number = Callable[[Sequence[int]], int]
+
+
+@dataclass(frozen=True)
+class _Times:
+    """How often a loop runs; `start`: the first value of its variable, if others follow from that."""
+
+    count: Number
+    start: Number | None
+
+
+def unknown_extents(kernel: Kernel, known: Sequence[tirx.Var] = ()) -> list[str]:
+    """The extents of loops that only data says, where these variables are known: they count as once."""
+    found = dict[str, None]()
+    for statement in kernel.statements:
+        scope = [*known, *(loop.var for loop in statement.loops)]
+        extents = [without_binds(loop.extent, kernel) for loop in _several(statement)]
+        found |= dict.fromkeys(str(extent) for extent in extents if not is_size(extent, scope))
+    return list(found)
+
+
+def total_function(
+    terms: Iterable[tuple[Statement, int]],
+    kernel: Kernel,
+    symbols: Sequence[tirx.Var],
+    coordinates: Mapping[tirx.Var, int],
+) -> Number:
+    """From the values of all `symbols` to what statements amount to, of which one run is so much, on the device with
+    most of it. `coordinates`: the variables of a device's, with the sizes of their axes."""
+    known = [*symbols, *coordinates]
+    counted = [(each, _times(statement, kernel, known)) for statement, each in terms if each]
+    used = vars_of((extent for statement, _ in terms for extent in _places(statement, kernel)), {})
+    places = [_spread(size) if var in used else (0,) for var, size in coordinates.items()]
+
+    def total(values: Sequence[int]) -> int:
+        return max(
+            sum(round(each * _runs(times, [*values, *at])) for each, times in counted) for at in product(*places)
+        )
+
+    return total
+
+
+def _several(statement: Statement) -> list[Loop]:
+    return [loop for loop in statement.loops if loop.node is None or not is_one_iteration(loop.node)]
+
+
+def _places(statement: Statement, kernel: Kernel) -> list[Any]:
+    return [without_binds(e, kernel) for loop in statement.loops for e in (loop.min, loop.extent)]
+
+
+def _times(statement: Statement, kernel: Kernel, known: Sequence[tirx.Var]) -> list[_Times]:
+    """The loops around a statement, the outermost first. One of which only data says how often it runs counts once."""
+    found, scope, loops = list[_Times](), list(known), _several(statement)
+    for number, loop in enumerate(loops):
+        start, extent = (without_binds(e, kernel) for e in (loop.min, loop.extent))
+        if not is_size(extent, scope):
+            continue
+        inner = vars_of((e for other in loops[number + 1 :] for e in (other.min, other.extent)), kernel.binds)
+        walked = loop.var in inner and is_size(start, scope)
+        found.append(_Times(size_function(extent, scope), size_function(start, scope) if walked else None))
+        scope += [loop.var] * walked
+    return found
+
+
+def _runs(loops: Sequence[_Times], values: list[int]) -> float:
+    if not loops:
+        return 1
+    first, rest = loops[0], loops[1:]
+    count = max(0, first.count(values))
+    if first.start is None or not count:
+        return count * _runs(rest, values) if count else 0
+    start, at = first.start(values), _spread(count)
+    return sum(_runs(rest, [*values, start + each]) for each in at) * count / len(at)
+
+
+def _spread(count: int) -> Sequence[int]:
+    """The numbers below one, or as many as are gone through, from the first to the last."""
+    return range(count) if count <= _MOST else [n * (count - 1) // (_MOST - 1) for n in range(_MOST)]
