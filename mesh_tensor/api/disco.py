@@ -11,6 +11,7 @@ from tvm import ir
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import MODULE_SIZES, Recent
+from mesh_tensor.plan.ir import map_tree
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.disco import DiscoSession
@@ -73,12 +74,12 @@ class DiscoModule:
         params = zip(plan.params, plan.made.inputs, strict=True)
         held = [self.session.put(ports[port].arranged(tensors[name]).view(ports[port].shape)) for name, port in params]
         made = self.session.act("run", machine, WORKER_FUNC, *held)
-        wanted = [(path, name) for path, name in _paths(plan.made.result)]
+        wanted = _paths(plan.made.result)
         gathered = self.session.gather(
             made, [(path, ports[name].refined, ports[name].sharding.text()) for path, name in wanted]
         )
-        results = {path: whole.view(ports[name].shape) for (path, name), whole in zip(wanted, gathered, strict=True)}
-        return _tree(plan.made.result, results, ())
+        results = iter([whole.view(ports[name].shape) for (_, name), whole in zip(wanted, gathered, strict=True)])
+        return map_tree(plan.made.result, lambda _: next(results))
 
     def close(self) -> None:
         """End the session, if it is this module's own."""
@@ -135,12 +136,6 @@ def _paths(tree: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...],
     if isinstance(tree, str):
         return [(path, tree)]
     return [found for index, item in enumerate(tree) for found in _paths(item, (*path, index))]
-
-
-def _tree(tree: Any, results: dict[tuple[int, ...], torch.Tensor], path: tuple[int, ...]) -> Any:
-    if isinstance(tree, str):
-        return results[path]
-    return tuple(_tree(item, results, (*path, index)) for index, item in enumerate(tree))
 
 
 __all__ = ["DiscoModule", "DiscoSession", "run_on_disco", "to_disco"]

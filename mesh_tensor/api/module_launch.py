@@ -14,7 +14,7 @@ from tvm import relax
 
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.importers.weight_files import StoredTensor
-from mesh_tensor.plan.ir import STATE_ATTR
+from mesh_tensor.plan.ir import STATE_ATTR, map_tree
 from mesh_tensor.program.builder import Overwritten
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import ProgramValue
@@ -118,9 +118,7 @@ class PlannedLaunch(ABC):
         return known, {name: known[result] for name, result in self.plan.state.items()}
 
     def _tree(self, names: Any, values: Mapping[str, Any], laid: bool) -> Any:
-        if not isinstance(names, str):
-            return tuple(self._tree(item, values, laid) for item in names)
-        return self._ports[names].leave(values[names], laid)
+        return map_tree(names, lambda name: self._ports[name].leave(values[name], laid))
 
     def _port(self, parameter: str) -> Any:
         return self._ports[self._inputs[parameter]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from mesh_tensor.plan.ir import leaves
 from mesh_tensor.program.from_graph import ModuleProgram
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
@@ -27,7 +28,7 @@ def by_names(
 ) -> dict[str, Any]:
     """Parameters and results, by their numbers, by the program's names, as RankBackend takes them."""
     return {
-        "ends": {made.inputs[number] for number in ends} - _names_in(made.result),
+        "ends": {made.inputs[number] for number in ends} - set(leaves(made.result)),
         "totals": frozenset(totals.values()),
         "handed_on": {made.result[number] for number in handed_on},
     }
@@ -47,8 +48,3 @@ def around_handing_on(
     apart = by_names(made, ends, added_up(made, made.program, totals), handed_on)
     before, first, _ = in_parts(made.program, carried=carried, **apart)
     return before, first
-
-
-def _names_in(result: Any) -> set[str]:
-    """The values that a function returns."""
-    return {result} if isinstance(result, str) else {name for item in result for name in _names_in(item)}

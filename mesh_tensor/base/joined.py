@@ -25,6 +25,13 @@ class Joined(Generic[T]):
             above[one] = one = above[up]
         return one
 
+    def sets(self) -> list[list[T]]:
+        """The sets of all whose root was asked for, in that order."""
+        found: dict[T, list[T]] = {}
+        for one in self:
+            found.setdefault(self.root(one), []).append(one)
+        return list(found.values())
+
     def join(self, first: T, other: T) -> None:
         """Make two sets one, for which the root of the first one's stands."""
         self._above[self.root(other)] = self.root(first)

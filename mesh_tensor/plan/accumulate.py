@@ -93,7 +93,7 @@ def accumulated(
     copies = [graph, *(_copy(graph, writer) for _ in range(1, batches.count))]
     params, environments = _inputs(graph, writer, batches, found)
     totals = _totals(found, graph, function)
-    early = nodes_before(graph, set(totals))
+    early = set(nodes_before(graph.nodes, set(totals)))
     _complete(totals, copies, environments, writer, early)
     share = _share(kind, batches.count)
     chosen = recompute(graph).difference(value for node in early for value in node.outputs)

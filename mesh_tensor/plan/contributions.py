@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from .atoms import Atoms, NodeRule
 from .carry import left_by, taken_of
 from .decide import Decision, fits, operand_layouts, result_layout
-from .ir import Graph, Node, Value
+from .ir import Graph, Node, Value, nodes_before
 from .owners import Pending, look_up_of, owner_made, row_factor
 from .propagate import Layouts
 
@@ -33,8 +33,8 @@ def contributions(
         for value, left in left_by(node, rule, decision, taken, pending):
             if left.owner is not None and value not in graph.annotations:
                 pending[value] = left
-    _trim(graph, found, less)
-    return {node: decision for node, decision in found.items() if decision != decisions[node]}
+    needed = set(nodes_before(graph.nodes, (), lambda node: node in less))  # without the last ones, up to one of these
+    return {node: decision for node, decision in found.items() if node in needed and decision != decisions[node]}
 
 
 def _other(
@@ -59,13 +59,3 @@ def _other(
     results = zip(rule.outputs, rule.partial, strict=True)
     produced = tuple([result_layout(mesh, factors, split, ops, layouts.order) for factors, ops in results])
     return Decision(split, split, operand_layouts(mesh, rule, split, layouts.order), produced)
-
-
-def _trim(graph: Graph, found: dict[Node, Decision], less: set[Node]) -> None:
-    """Leave out the last ones, up to one that makes less of what it takes."""
-    needed: set[Value] = set()
-    for node in reversed(graph.nodes):
-        if node in less or needed.intersection(node.outputs):
-            needed.update(node.inputs)
-        else:
-            found.pop(node, None)

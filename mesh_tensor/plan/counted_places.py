@@ -17,7 +17,7 @@ from tvm import relax
 from mesh_tensor.annotations.names import Fresh
 from mesh_tensor.rules.operator.call import op_call
 
-from .ir import Graph, Node, Value, leaves
+from .ir import Graph, Node, Value, leaves, nodes_before
 
 _INDEX_DTYPES = ("int32", "int64")
 _Call = Callable[[relax.Expr], relax.Expr]
@@ -56,7 +56,9 @@ def counted_slices(graph: Graph) -> Graph:
         return graph
     fresh = Fresh([value.name for value in graph.values()])
     nodes = [one for node in graph.nodes for one in _rewritten(node, chains, by_rows, fresh)]
-    return replace(graph, nodes=list(_needed(graph, nodes, {*counts, *columns})))
+    ours = {*counts, *columns}  # what makes these goes where nothing takes them
+    wanted = {*leaves(graph.result), *graph.annotations, *graph.state.values()}
+    return replace(graph, nodes=nodes_before(nodes, wanted, lambda node: ours.isdisjoint(node.outputs)))
 
 
 def _rewritten(
@@ -93,17 +95,6 @@ def _row_by_row(node: Node, rows: int, indices: tuple[Value, ...], fresh: Fresh)
     yield Node(call, indices, (places,), node.scopes, node.where)
     taken = relax.op.gather_nd(data.variable(), places.variable(), batch_dims=rows)
     yield replace(node, call=op_call(builder.normalize(taken)), inputs=(data, places))
-
-
-def _needed(graph: Graph, nodes: list[Node], indices: set[Value]) -> Iterator[Node]:
-    """The nodes but those that make indices which nothing takes."""
-    taken = {*leaves(graph.result), *graph.annotations, *graph.state.values()}
-    kept = []
-    for node in reversed(nodes):
-        if indices.isdisjoint(node.outputs) or not taken.isdisjoint(node.outputs):
-            taken.update(node.inputs)
-            kept.append(node)
-    return reversed(kept)
 
 
 def _count_of(node: Node, counts: dict[Value, _Count]) -> _Count | None:

@@ -143,8 +143,3 @@ class ExplicitGraph:
     constants: list[Form] = field(default_factory=list)
     steps: list[ExplicitStep] = field(default_factory=list)
     result: Any = ()
-
-
-def forms_in(tree: Any) -> list[Form]:
-    """The forms of a tree, in order."""
-    return [tree] if isinstance(tree, Form) else [form for item in tree for form in forms_in(item)]

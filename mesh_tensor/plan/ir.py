@@ -7,14 +7,15 @@ that functions can be made again from what was decided.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from tvm import relax, tirx
 
 from mesh_tensor.annotations.module_annotations import Annotation
+from mesh_tensor.base.joined import Joined
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator import OpCall, TensorType
 from mesh_tensor.rules.operator.manual import MARKS
@@ -91,6 +92,7 @@ ANNOTATE, REDISTRIBUTE = "dist.annotate_sharding", "dist.redistribute"
 UNKNOWN_TIMES = 16  # a loop of which only data says how long it is
 
 # A value, or the fields of a tuple.
+T = TypeVar("T")
 Tree = Value | tuple["Tree", ...]
 
 
@@ -154,8 +156,11 @@ class Graph:
         found = list(self.groups().values())
         inside = {value for node in self.nodes if self.loops_of(node) for value in node.outputs}
         free = inside.difference(self.annotations)
-        pairs = [[now, then] for now, then, _ in self.carried() if now not in self.annotations and then in free]
-        return [*found, *_joined(pairs)]
+        joined = Joined[Value]()
+        for now, then, _ in self.carried():
+            if now not in self.annotations and then in free:
+                joined.join(now, then)
+        return [*found, *joined.sets()]
 
     def groups(self) -> dict[str, list[Value]]:
         """The values that are stated to lie alike, by their group's name."""
@@ -195,30 +200,23 @@ class Graph:
         return {value for value, users in self.uses().items() if len(users) == 1 and value not in results}
 
 
-def _joined(pairs: list[list[Value]]) -> list[list[Value]]:
-    """Sets of values that have some in common as one."""
-    group: dict[Value, list[Value]] = {}
-    for pair in pairs:
-        members = list(dict.fromkeys(member for value in pair for member in group.get(value, [value])))
-        group |= dict.fromkeys(members, members)
-    return list({id(members): members for members in group.values()}.values())
+def nodes_before(
+    nodes: Sequence[Node], wanted: Collection[Value], stays: Callable[[Node], bool] = lambda node: False
+) -> list[Node]:
+    """Those of the nodes that the values, or a node which `stays`, depend on."""
+    found, taken = list[Node](), set(wanted)
+    for node in reversed(nodes):
+        if stays(node) or not taken.isdisjoint(node.outputs):
+            found.append(node)
+            taken.update(node.inputs)
+    return found[::-1]
 
 
-def nodes_before(graph: Graph, wanted: Collection[Value]) -> set[Node]:
-    """The nodes that the values depend on."""
-    found, reached = set[Node](), set(wanted)
-    for node in reversed(graph.nodes):
-        if not reached.isdisjoint(node.outputs):
-            found.add(node)
-            reached.update(node.inputs)
-    return found
+def leaves(tree: T | tuple[Any, ...]) -> list[T]:
+    """What a tree has that is no tuple, in order."""
+    return [leaf for item in tree for leaf in leaves(item)] if isinstance(tree, tuple) else [tree]
 
 
-def leaves(tree: Tree) -> list[Value]:
-    """The values of a tree, in order."""
-    return [tree] if isinstance(tree, Value) else [leaf for item in tree for leaf in leaves(item)]
-
-
-def map_tree(tree: Tree, change: Any) -> Any:
-    """The tree with `change(value)` in place of every value; tuples stay tuples."""
-    return change(tree) if isinstance(tree, Value) else tuple(map_tree(item, change) for item in tree)
+def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The tree with `change(leaf)` in place of every leaf; tuples stay tuples."""
+    return tuple([map_tree(item, change) for item in tree]) if isinstance(tree, tuple) else change(tree)

@@ -16,14 +16,15 @@ from typing import Any
 from mesh_tensor.base.collectives import BETWEEN
 from mesh_tensor.base.placement import Partial, Replicate
 
-from .explicit import Change, ExplicitGraph, Form, forms_in
+from .explicit import Change, ExplicitGraph, Form
+from .ir import leaves
 
 
 def completed_last(explicit: ExplicitGraph) -> dict[str, Change]:
     """By the names of results: the sum over devices that ends it, and that nothing else takes."""
     completion = BETWEEN[Partial, Replicate].name
     taken = Counter(form for step in explicit.steps for form in step.inputs)
-    results = {form for form in forms_in(explicit.result) if not taken[form]}
+    results = {form for form in leaves(explicit.result) if not taken[form]}
     return {
         step.dst.name: step
         for step in explicit.steps

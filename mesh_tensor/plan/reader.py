@@ -14,7 +14,7 @@ from mesh_tensor.rules.operator.call import OpCall, op_call, tensor_infos, tenso
 from mesh_tensor.tir.plain_statements import with_contiguous_rows
 
 from .bindings import Bindings
-from .ir import ANNOTATE, STATE_ATTR, Graph, GraphLoop, Node, Scope, Scopes, Tree, Value, leaves
+from .ir import ANNOTATE, STATE_ATTR, Graph, GraphLoop, Node, Scope, Scopes, Tree, Value, leaves, nodes_before
 from .loop_reader import LoopReader
 from .loops import Recursion, recursion_of
 from .manual import Axes, Region, node_axes
@@ -51,19 +51,11 @@ def read_graph(
     state, manual = _state(func, params, body), frozenset(reader.manual)
     graph = Graph(function, mesh, params, reader.nodes, body, reader.annotations, state, manual=manual)
     if reader.loops:
-        graph.loops, graph.nodes = reader.loops, _taken(graph)
+        # What rows of loops are put into is never made.
+        taken = {*leaves(graph.result), *graph.annotations}
+        graph.loops, graph.nodes = reader.loops, nodes_before(graph.nodes, taken, lambda node: bool(node.mark))
     _check_groups(graph)
     return rows_in_place(graph)
-
-
-def _taken(graph: Graph) -> list[Node]:
-    """The nodes without those whose results nothing takes: what rows of loops are put into is never made."""
-    taken, kept = set(leaves(graph.result)), list[Node]()
-    for node in reversed(graph.nodes):
-        if node.mark or not taken.isdisjoint(node.outputs) or not graph.annotations.keys().isdisjoint(node.outputs):
-            taken.update(node.inputs)
-            kept.append(node)
-    return kept[::-1]
 
 
 def _check_groups(graph: Graph) -> None:

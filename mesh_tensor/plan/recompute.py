@@ -58,7 +58,7 @@ def computed_again(
                 why='layers are submodules with numbers, as "blocks.0", that give one tensor each',
                 fix="name the submodules whose results are kept, as recompute=['stem', 'body']",
             )
-    inside = nodes_before(graph, {value for value in graph.values() if value.name in kept})
+    inside = nodes_before(graph.nodes, {value for value in graph.values() if value.name in kept})
     return {value for node in inside for value in node.outputs if value.name not in kept} - small
 
 

@@ -21,8 +21,8 @@ from .atoms import Atoms, NodeRule
 from .carry import find_carried, widened_values
 from .contributions import contributions
 from .decide import Decider, Decision
-from .explicit import Cast, Change, ExplicitGraph, ExplicitStep, Fill, Form, Run, forms_in
-from .ir import Graph, Node, Scope, Value, map_tree
+from .explicit import Cast, Change, ExplicitGraph, ExplicitStep, Fill, Form, Run
+from .ir import Graph, Node, Scope, Value, leaves, map_tree
 from .prices import bytes_moved, node_flops
 from .propagate import Layouts
 
@@ -288,7 +288,7 @@ class _Writer:
 def _needed(made: ExplicitGraph) -> list[ExplicitStep]:
     """The steps without changes of layout that nobody takes: of a result that settled, where its users took it as it
     came."""
-    taken, kept = set(forms_in(made.result)), list[ExplicitStep]()
+    taken, kept = set(leaves(made.result)), list[ExplicitStep]()
     for step in reversed(made.steps):
         if step.node is not None or not taken.isdisjoint(step.outputs):
             taken.update(step.inputs)

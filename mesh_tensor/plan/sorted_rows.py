@@ -41,9 +41,7 @@ def rows_in_place(graph: Graph) -> Graph:
     if not made:
         return graph
     wanted = {*leaves(graph.result), *graph.annotations, *graph.state.values()}
-    rewritten = replace(graph, nodes=list(_rewritten(graph, made, wanted)))
-    needed = nodes_before(rewritten, wanted)
-    return replace(graph, nodes=[node for node in rewritten.nodes if node in needed])
+    return replace(graph, nodes=nodes_before(list(_rewritten(graph, made, wanted)), wanted))
 
 
 def _rewritten(graph: Graph, made: Mapping[Node, _Write | None], wanted: Collection[Value]) -> Iterator[Node]:

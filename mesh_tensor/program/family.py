@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
+from mesh_tensor.plan.ir import leaves
 from mesh_tensor.rules.operator.call import Structure
 
-from .from_graph import ModuleProgram, names_in
+from .from_graph import ModuleProgram
 from .loop_step import LoopStep
 from .plan_module import ModulePlan, Port, Stages
 from .program import Program, ProgramValue
@@ -153,7 +154,7 @@ class _Matcher:
         whole, small = self._whole, self._small
         self._need(whole.mesh == small.mesh and whole.base == small.base)
         steps = tuple(whole.made.program.mean(self))
-        for name in (*whole.made.program.values, *names_in(whole.made.result)):
+        for name in (*whole.made.program.values, *leaves(whole.made.result)):
             self._values.setdefault(name, self._name(name))
         self._check_values()
         numbers = {port.name: number for number, port in enumerate(small.ports)}

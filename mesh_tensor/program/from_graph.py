@@ -14,8 +14,8 @@ from mesh_tensor.base.decisions import Decisions
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.local_calls import TileCalls
 from mesh_tensor.plan.atoms import made_plain, plain_sharding
-from mesh_tensor.plan.explicit import Change, ExplicitGraph, ExplicitStep, Form, Run, forms_in
-from mesh_tensor.plan.ir import Scope, leaves
+from mesh_tensor.plan.explicit import Change, ExplicitGraph, ExplicitStep, Form, Run
+from mesh_tensor.plan.ir import Scope, leaves, map_tree
 from mesh_tensor.plan.prices import bytes_moved
 from mesh_tensor.rules.operator.call import OpCall, tensor_type
 from mesh_tensor.rules.operator.elementwise import divides_integers
@@ -92,7 +92,7 @@ class _Programmer:
         self._known_kernels: dict[OpCall, tirx.PrimFunc | None] = {}
         self._constants: dict[str, relax.Constant] = {}
         read = [step for step in explicit.steps if step.move is not None or step.runs_kernel]
-        self._in_one_piece = {*forms_in(explicit.result), *(form for step in read for form in step.inputs)}
+        self._in_one_piece = {*leaves(explicit.result), *(form for step in read for form in step.inputs)}
         self._in_one_piece.update(carried_forms(explicit.steps))
         self._kinds: dict[type, Callable[[Any], Iterator[Step]]] = {Run: self._run, Change: self._change}
         self._loops = Loops(explicit.graph, self._values, self._finished)
@@ -110,13 +110,13 @@ class _Programmer:
             self._values |= added
         inputs = tuple(form.name for form in explicit.params)
         given = {*inputs, *self._constants}
-        computed = dict.fromkeys(form.name for form in forms_in(explicit.result) if form.name not in given)
+        computed = dict.fromkeys(form.name for form in leaves(explicit.result) if form.name not in given)
         parameters = (
             *(Parameter(name, name, None) for name in (*inputs, *self._constants)),
             *(Parameter(name, None, name) for name in computed),
         )
-        results = dict(zip(leaves(graph.result), forms_in(explicit.result), strict=True))
-        returned = {form.name for form in forms_in(explicit.result)}
+        results = dict(zip(leaves(graph.result), leaves(explicit.result), strict=True))
+        returned = {form.name for form in leaves(explicit.result)}
         forms = {form.value: form.name for form in explicit.params if form.name not in returned}
         state = {forms[replaced]: results[result].name for replaced, result in graph.state.items() if replaced in forms}
         lasting = self._finished(steps, parameters, {} if graph.loops else state)
@@ -124,7 +124,8 @@ class _Programmer:
             Program(graph.name, graph.mesh, parameters, self._values, lasting, partial(_decisions, explicit))
         )
         program = bulk if overlap == "auto" else with_overlap(bulk, overlap)
-        return ModuleProgram(program, inputs, self._constants, names_of(explicit.result), pieces, self._tiles)
+        result = map_tree(explicit.result, lambda form: form.name)
+        return ModuleProgram(program, inputs, self._constants, result, pieces, self._tiles)
 
     def _value(self, form: Form) -> ProgramValue:
         """A value's shape is over its atoms, like its layout."""
@@ -231,16 +232,6 @@ def _names(forms: Iterable[Form]) -> tuple[str, ...]:
     return tuple([form.name for form in forms])
 
 
-def names_in(tree: Any) -> list[str]:
-    """The names of a tree, in order."""
-    return [tree] if isinstance(tree, str) else [name for item in tree for name in names_in(item)]
-
-
-def names_of(tree: Any) -> Any:
-    """The tree with names in place of forms."""
-    return tree.name if isinstance(tree, Form) else tuple(names_of(item) for item in tree)
-
-
 def _decisions(explicit: ExplicitGraph) -> Decisions:
     """Annotations that meet, weights that are stored in another order, and what is gathered at the boundary."""
     graph = explicit.graph
@@ -270,7 +261,7 @@ def _gathered_at_the_boundary(explicit: ExplicitGraph) -> Iterator[str]:
     """What is gathered of arguments and results that come and go in tiles, because what the program splits is no dim of
     theirs."""
     atoms, stored = explicit.atoms, explicit.graph.stored
-    for form in dict.fromkeys((*explicit.params, *forms_in(explicit.result))):
+    for form in dict.fromkeys((*explicit.params, *leaves(explicit.result))):
         dims, shape = atoms.of[form.value], atoms.shape(form.value)
         if form.value not in stored and plain_sharding(form.sharding, dims) is None:
             whole = Sharding.of(form.sharding.mesh, len(shape), {})

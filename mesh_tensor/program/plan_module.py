@@ -17,7 +17,7 @@ from mesh_tensor.lowering.local_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
 from mesh_tensor.plan.counted_places import counted_slices
 from mesh_tensor.plan.expansions import expand, refined_annotations, refinements, regroup_sums, with_merged_dims
-from mesh_tensor.plan.explicit import ExplicitGraph, Run, forms_in
+from mesh_tensor.plan.explicit import ExplicitGraph, Run
 from mesh_tensor.plan.gathers import gathered_first
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
@@ -220,7 +220,7 @@ def with_parts(plan: ModulePlan, numbers: Collection[int], options: PlanOptions)
     """The plan, in which the results of these numbers are left as their parts, which it completes at its end (see
     `left_partial`)."""
     stages = plan.stages()
-    names = {forms_in(stages.explicit.result)[number].name for number in numbers}
+    names = {leaves(stages.explicit.result)[number].name for number in numbers}
     return replace(_planned(left_partial(stages.explicit, names), stages.calls, options), base=plan.base)
 
 
@@ -229,10 +229,10 @@ def _planned(explicit: ExplicitGraph, calls: TileCalls, options: PlanOptions) ->
     graph, atoms = explicit.graph, explicit.atoms
     made = to_program(explicit, calls, options.kernels, options.overlap, check_indices=options.check_indices)
     stages = Stages(graph, atoms, explicit.layouts, explicit, calls, made)
-    forms = dict.fromkeys([*explicit.params, *forms_in(explicit.result)])
+    forms = dict.fromkeys([*explicit.params, *leaves(explicit.result)])
     stored = graph.stored
     ports = [Port(f.name, f.dtype, atoms.of[f.value], f.sharding, stored.get(f.value)) for f in forms]
-    results = dict(zip(leaves(graph.result), forms_in(explicit.result), strict=True))
+    results = dict(zip(leaves(graph.result), leaves(explicit.result), strict=True))
     state = {replaced.name: results[result].name for replaced, result in graph.state.items()}
     params = tuple(value.name for value in graph.params)
     return ModulePlan(

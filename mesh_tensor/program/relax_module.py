@@ -15,10 +15,10 @@ from tvm import ir, relax, tirx
 from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.errors import refuse
-from mesh_tensor.plan.ir import Scope
+from mesh_tensor.plan.ir import Scope, leaves
 from mesh_tensor.rules.operator.call import packed, plain
 
-from .from_graph import ModuleProgram, Piece, names_in
+from .from_graph import ModuleProgram, Piece
 from .loop_step import LoopStep
 from .program import ProgramValue
 from .steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
@@ -39,7 +39,7 @@ class _ModuleWriter:
         self.functions: dict[ir.GlobalVar, relax.Function | tirx.PrimFunc] = {}
         self._by_hash: dict[tuple[str, int], list[ir.GlobalVar]] = {}
         last = {name: i for i, piece in enumerate(made.pieces) for name in piece.inputs}
-        self._last_use = last | dict.fromkeys(names_in(made.result), len(made.pieces))
+        self._last_use = last | dict.fromkeys(leaves(made.result), len(made.pieces))
         self._shapes: dict[int, tuple[int, ...]] = {}  # by struct info
         self._infos: list[relax.TensorStructInfo] = []  # of those, so that they live
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from mesh_tensor.plan.ir import map_tree
 from mesh_tensor.program.fuse import linear_call, turns_matrix, undoes
 from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.targets.straight_line import Line, StraightLine, TileCall
@@ -127,9 +128,4 @@ class Recorded:
         """The function's result for other inputs of the same shapes and dtypes."""
         held = {**self.constants, **dict(zip(self.inputs, inputs, strict=True))}
         self.lines.run(held)
-        return self._of(self.tree, held)
-
-    def _of(self, tree: Any, held: dict[str, torch.Tensor]) -> Any:
-        if isinstance(tree, tuple):
-            return tuple([self._of(item, held) for item in tree])
-        return held[tree.name] if isinstance(tree, _Name) else tree
+        return map_tree(self.tree, lambda leaf: held[leaf.name] if isinstance(leaf, _Name) else leaf)

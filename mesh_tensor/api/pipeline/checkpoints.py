@@ -26,7 +26,7 @@ from ..training_optimizer import GOOD_STEPS, LOSS_SCALE, LossScale
 from ..turns import Turns
 from .planned import PlannedStages
 from .ranks import RankRuns
-from .weights import Rule, StageWeights, norm_of
+from .weights import Rule, StageWeights, copied, norm_of
 
 RULE = "update."  # before what rules keep: "update.momentum.fc.weight"
 _WHERE = "state_dict of a pipeline"
@@ -61,7 +61,7 @@ class Checkpoints:
         runs = self._runs
         if not self._weights.layouts:  # as it was loaded, on all ranks alike
             loaded = self._weights.loaded.items()
-            return {(name, 0, key): _copied(value) for name, state in loaded for key, value in state.items()}
+            return {(name, 0, key): value for name, state in loaded for key, value in copied(state).items()}
         if runs is None:
             return {place: self._weights.whole_of(value) for place, value in self._kept().items()}
 
@@ -257,10 +257,6 @@ def _is_own(name: object) -> bool:
 
 def _is_of_rules(name: object) -> bool:
     return isinstance(name, str) and name.startswith(RULE)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _is_number(value: Any) -> bool:

@@ -179,7 +179,7 @@ class StageWeights:
             for stage, found in gradients.items():
                 for name in [name for name in found if self.homes[name].index == stage]:
                     doing = f"update of a pipeline, the rule on weight {name!r} of stage {stage}"
-                    state = states[name, stage] = _copied(self.of_rules.get((name, stage), {}))
+                    state = states[name, stage] = copied(self.of_rules.get((name, stage), {}))
                     made[name, stage] = self._ruled(rule, stage, name, sums.get(name, found[name]), state, scale)
                     if not_finite({name: _parts(made[name, stage])}):
                         before = _parts(self._fetched(self.of[stage][name]))
@@ -252,7 +252,7 @@ class StageWeights:
         return bool(bad)
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
     """What a rule keeps, in memory of its own; MeshTensors are never written."""
     return {key: held.detach().clone() if isinstance(held, torch.Tensor) else held for key, held in state.items()}
 
