@@ -36,7 +36,7 @@ _MEMORY = (256, 512, 1024, 2048)  # sides of what is read and written: 256 KiB t
 _DTYPES = {"float32": 512, "float64": 512, "bfloat16": 512, "float16": 256}  # with sides of products
 _PRODUCTS = (48, 96, 192, 384, 768)  # sides of those in models
 _MOVED = (16, 1024)  # sides of tensors whose layout changes
-_NEAR, _FAR, _ROWS = 320, 896, 512  # sides of kernels' matrices: caches of a core hold those of the first product
+_NEAR, _FAR, _ROWS = 192, 896, 512  # sides of kernels' matrices: the nearest memory holds those of the first product
 _BESIDE = 1024  # rows of what is read and written between blocks: more than caches of a core hold
 _ROUNDS, _ROUND = 3, 0.02  # how often chains are gone through, and seconds of each
 
@@ -198,8 +198,8 @@ def _product(side: int, machine: Machine) -> tuple[float, float, float]:
 
 
 def blocks_class(near: tuple[float, float, float], far: tuple[float, float, float]) -> Roofline:
-    """The shares of the rates that two products reach, as `_product` has them, of which the nearest memory holds the
-    operands of the first one."""
+    """The shares of the rates that two products reach, as `_product` has them, of which the nearest memory holds what
+    the first one touches."""
     (computed, _, took), (work, again, longer) = near, far
     beside = longer - work * took / computed
     return Roofline(flops=computed / took, again=again / beside if beside > 0 else 0.0)

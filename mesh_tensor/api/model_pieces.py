@@ -26,6 +26,7 @@ from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 from mesh_tensor.searching.choices import DATA, MODEL, Choice
 from mesh_tensor.searching.pieces import Model, Piece, mixed
 from mesh_tensor.simulation import Simulation
+from mesh_tensor.simulation.pipelines import after_handing_on
 from mesh_tensor.simulation.stages import held_for_backward, tile_bytes, weights_of
 
 from . import strategies
@@ -193,6 +194,8 @@ class ModelPieces:
         if shape not in self._known:
             self.planned += 1
             flow, layouts = self.flow_of(shape.rows), self.over_rows(shape.data, shape.sequence)
+            if shape.model == 1:
+                layouts = without_axis(layouts, MODEL)
             mesh = {DATA: shape.data, MODEL: shape.model}
             before, layer, after = (self.piece(flow, stage, mesh, layouts)[0] for stage in self.around(flow))
             self._known[shape] = Model(before, layer, after, self.layers.count)
@@ -274,7 +277,13 @@ class ModelPieces:
             inputs=made["I"].time if "I" in made else 0.0,
             own=made["W"].time if "W" in made else 0.0,
             halfway=int(held.weight or 0) if {"I", "W"} <= made.keys() else 0,
+            rest=after_handing_on(here.fragments["B"], made["B"], Simulation) if "B" in made else 0.0,
         )
+
+
+def without_axis(layouts: Mapping[str, Mapping[str, int]], axis: str) -> dict[str, dict[str, int]]:
+    """The layouts where there is no such axis."""
+    return {name: {each: dim for each, dim in layout.items() if each != axis} for name, layout in layouts.items()}
 
 
 def elements_of(here: StageFragments, names: Iterable[str]) -> int:

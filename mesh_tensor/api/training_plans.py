@@ -17,7 +17,7 @@ from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipelining.schedule import Schedule
-from mesh_tensor.searching.choices import DATA, Choice
+from mesh_tensor.searching.choices import DATA, MODEL, Choice
 from mesh_tensor.searching.pieces import Estimate, named_schedule, pareto
 from mesh_tensor.simulation import PipelineSimulation, Simulation
 from mesh_tensor.simulation.pipelines import simulate_pipeline
@@ -25,7 +25,7 @@ from mesh_tensor.simulation.summary import in_bytes, in_seconds
 
 from .found import cost_head, costs, made_once, one_of
 from .fragments import StageFragments
-from .model_pieces import ModelPieces
+from .model_pieces import ModelPieces, without_axis
 from .pipeline import Pipeline, pipeline
 from .pipeline.planned import AlikeStages
 from .pipeline.weights import Rule
@@ -197,5 +197,5 @@ def shardings_of(pieces: ModelPieces, choice: Choice) -> dict[str, dict[str, int
     if choice.zero == 3 and choice.data > 1:
         made = combine(made, layouts_over_data(pieces.weights, pieces.model_layouts, choice.data))
     if choice.model == 1:
-        made = {name: {axis: d for axis, d in layout.items() if axis == DATA} for name, layout in made.items()}
+        made = without_axis(made, MODEL)
     return {name: layout for name, layout in made.items() if layout or name not in pieces.weights}

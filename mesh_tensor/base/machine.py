@@ -244,7 +244,7 @@ class Machine:
         roofline = self.roofline(*names)
         computing = flops / (self.peak(dtype) * roofline.flops)
         moving = nbytes / (self.memory_rate(nbytes) * roofline.memory)
-        beyond = roofline.again and largest > self.memory[0].size
+        beyond = roofline.again and nbytes > self.memory[0].size
         far = again / (self.memory_rate(largest) * roofline.again) if beyond else 0.0
         return Work(self.launch + roofline.start, computing, moving, far)
 

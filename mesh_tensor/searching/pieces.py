@@ -36,6 +36,8 @@ class Piece:
                `received`: what it takes of others, every element from one device
     working    the most that is there beside weights and what is kept
 
+    rest       seconds of its backward after it has handed on what comes before it waits for, on a device alone
+
     With ZeRO-3 there is a piece for every size of the data axis: its weights are those that a device has, and its times
     have what is gathered and scattered; `ending`: seconds in which what stays whole is reduced at last.
     """
@@ -53,6 +55,7 @@ class Piece:
     own: float = 0.0
     halfway: int = 0
     ending: float = 0.0
+    rest: float = 0.0
 
 
 _WHOLE = ("weights", "elements", "tensors", "kept", "taken", "received", "working", "halfway")
@@ -200,7 +203,8 @@ class Composer:
         mesh_of = named_schedule(*choice.order).mesh_of
         costs = tuple(self._fragments(each[mesh_of[number]], stage) for number, stage in enumerate(stages))
         sent = max(model.layer.received for model in models)
-        return _clock(choice.order, costs, self._transfers(choice, sent)) + max(
+        rest = tuple(self._rest(each[mesh_of[number]], stage) for number, stage in enumerate(stages))
+        return _clock(choice.order, costs, self._transfers(choice, sent), rest) + max(
             sum(self._end(here, stage) for number, stage in enumerate(stages) if mesh_of[number] == mesh)
             for mesh, here in enumerate(each)
         )
@@ -225,8 +229,19 @@ class Composer:
         forward, backward, inputs, own = (sum(getattr(p, kind) for p in stage.pieces) for kind in kinds)
         if choice.recompute:
             backward += forward
-        added = self._update(3 * _GRADIENT * stage.elements) * (choice.microbatches > 1)
+        added = self._added(choice, stage)
         return forward, backward + added, inputs, own + added
+
+    def _added(self, choice: Choice, stage: Stage) -> float:
+        """Seconds in which a microbatch's gradients are added to those before."""
+        return self._update(3 * _GRADIENT * stage.elements) * (choice.microbatches > 1)
+
+    def _rest(self, choice: Choice, stage: Stage) -> float:
+        """Seconds of a stage's backward in which the stage before has what it waits for: ranks that have a mesh to
+        themselves hand that on first."""
+        shared = choice.data * choice.model > 1 or self._machine.processors is not None
+        rest = 0.0 if shared else sum(piece.rest for piece in stage.pieces)
+        return rest + self._added(choice, stage) if rest else 0.0
 
     def _end(self, choice: Choice, stage: Stage) -> float:
         """After the last microbatch: gradients are reduced, weights and states updated."""
@@ -287,8 +302,8 @@ def _counts(order: Order) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _clock(order: Order, costs: tuple[Fragments, ...], transfers: tuple[float, ...]) -> float:
-    """The schedule with these costs."""
+def _clock(order: Order, costs: tuple[Fragments, ...], transfers: tuple[float, ...], rest: tuple[float, ...]) -> float:
+    """The schedule with these costs; `rest`: of every stage's backward, seconds after what it hands on first."""
     schedule = named_schedule(*order)
     if schedule.num_meshes == 1:
         return schedule.num_microbatches * sum(forward + backward for forward, backward, *_ in costs)
@@ -300,7 +315,10 @@ def _clock(order: Order, costs: tuple[Fragments, ...], transfers: tuple[float, .
         first, last = sorted((schedule.mesh_of[source], schedule.mesh_of[target]))
         return transfers[first] if last == first + 1 else transfers[-1]
 
-    return timeline(schedule, cost, delay).makespan
+    def early(action: Action) -> float:
+        return rest[action.stage] if action.kind == "B" else 0.0
+
+    return timeline(schedule, cost, delay, early=early).makespan
 
 
 def _on_link(link: Link, sent: int) -> float:

@@ -252,7 +252,7 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
         for here in stages
         if machine.processors is None  # as ranks of their own do; devices that share processors hand on at the end
         for kind, fragment in here.fragments.items()
-        if (seconds := _after_handing_on(fragment, made[here.stage.index, kind], simulation))
+        if (seconds := after_handing_on(fragment, made[here.stage.index, kind], simulation))
     }
     transfers: dict[tuple[int, int], float] = {}
     for here in stages:
@@ -282,7 +282,7 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
     )
 
 
-def _after_handing_on(fragment: Any, run: Any, simulation: Callable[[Program, Machine], Any]) -> float:
+def after_handing_on(fragment: Any, run: Any, simulation: Callable[[Program, Machine], Any]) -> float:
     """Seconds of a fragment after it has handed on what others wait for; 0 where that is there at its end."""
     before, after = fragment.module.around_handing_on()
     if not before:

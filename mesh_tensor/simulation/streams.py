@@ -17,7 +17,7 @@ from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, WaitStep
+from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
 
 from .costs import COMPUTE, NOTHING, StepCost, StepCosts
 
@@ -101,8 +101,10 @@ def _on_device(cost: StepCost) -> tuple[Event, StepCost] | None:
 
 
 def called_seconds(program: Program, machine: Machine) -> float:
-    """What a run takes beside its steps, with handing on the results that operators make; kernels write to them."""
-    made = {program.values[name].storage for step in program.ops for name in step.results} if machine.result else ()
+    """What a run takes beside its steps, with handing on the results that operators, and collectives among them, make;
+    kernels write to them."""
+    steps: tuple[Step, ...] = (*program.ops, *program.collectives) if machine.result and program.ops else ()
+    made = {program.values[name].storage for step in steps for name in step.writes}
     given = [program.values[each.output] for each in program.parameters if each.output is not None]
     given = [value for value in given if value.storage in made]
     results = [math.prod(value.shape) * dtype_bits(value.dtype) // 8 for value in given]

@@ -107,17 +107,17 @@ def test_a_kernel_takes_what_it_was_measured_to_take(monkeypatch, kernel, size):
 
 
 def test_blocks_that_are_loaded_again_from_beyond_near_memory_take_their_time():
-    """Of two products, one with operands of 400 kB and one of 3 MB, which is a quarter slower than its operations."""
+    """Of two products, one whose operands lie near, and one that is a quarter slower than its operations."""
     near, far = (1e-3, 1e-4, 2e-3), (8e-3, 1e-3, 20e-3)
     made = measure.blocks_class(near, far)
     assert (made.flops, made.again) == (pytest.approx(0.5), pytest.approx(0.25))
     assert measure.blocks_class(near, (8e-3, 1e-3, 15e-3)).again == 0  # no slower: operations hide it
     levels = Memory(1 << 20, 1e11), Memory(1 << 30, 1e10)
     machine = Machine("levels", {"float32": 1e12}, levels, classes={"kernel": made})
-    for size, beyond in ((512, 0), (1024, 1)):
+    for size, beyond in ((256, 0), (512, 1)):
         (step,) = mt.simulate(mt.annotate(matmul(size, size, size), {"x": 1}, {}), machine).steps
         once, loaded = 3 * 4 * size**2, 2 * 4 * size**3 // 64
-        again = (loaded - once) / (1e10 * 0.25)
+        again = (loaded - once) / (machine.memory_rate(once / 3) * 0.25)
         cold = 0 if once <= 1 << 20 else once / 1e10 - once / machine.memory_rate(once)
         assert step.end - step.start == pytest.approx(2 * size**3 / 5e11 + beyond * again + cold)
 

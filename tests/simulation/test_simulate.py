@@ -214,8 +214,9 @@ def test_attention_reduces_its_scores_between_its_products():
         assert took(size, 0.01) == pytest.approx((4 * size * scores + 100 * scores) / 1e9)
 
 
-def _of(emit, *shapes, dtypes=()):
-    """What a function of tensors of these shapes is on one device; `emit` makes its result of a builder and these."""
+def _of(emit, *shapes, dtypes=(), mesh=None, layouts=None):
+    """What a function of tensors of these shapes is, on one device or a mesh; `emit` makes its result of a builder and
+    these."""
     dtypes = [*dtypes, *["float32"] * (len(shapes) - len(dtypes))]
     infos = [relax.TensorStructInfo(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     params = [relax.Var(f"x{number}", info) for number, info in enumerate(infos)]
@@ -224,7 +225,7 @@ def _of(emit, *shapes, dtypes=()):
         with builder.dataflow():
             result = builder.emit_output(emit(builder, *params))
         builder.emit_func_output(result)
-    return mt.distribute_module(builder.get(), {"x": 1}, target="c")
+    return mt.distribute_module(builder.get(), mesh or {"x": 1}, layouts or {}, target="c")
 
 
 TWO = replace(FAST, memory=(Memory(1000, 1e11), Memory(10_000, 1e10), Memory(10**12, 1e9)))
@@ -312,6 +313,15 @@ def test_results_are_handed_on_at_a_price():
     assert made.exposed == pytest.approx(0.0)
     kernel = k_split(1)  # writes to what its caller has
     assert mt.simulate(kernel, replace(FAST, result=1e-3)).time == mt.simulate(kernel, FAST).time
+
+
+def test_results_that_collectives_make_are_handed_on_at_the_same_price():
+    """As gradients are that devices add up."""
+    run = _of(lambda builder, x: relax.op.sum(x, axis=0), (64, 64), mesh={"x": 2}, layouts={"x0": {"x": 0}})
+    assert [step.kind for step in run.program.collectives] == ["all_reduce"]
+    plain = mt.simulate(run, FAST).time
+    made = mt.simulate(run, replace(FAST, result=1e-3))
+    assert made.time == pytest.approx(plain + 1e-3 + 2 * 4 * 64 / 1e11)
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -17,7 +17,7 @@ from mesh_tensor.tir.loops import is_one_iteration
 from .sizes import is_size, size_function
 from .statements import Kernel, Loop, Statement, without_binds
 
-_MOST = 256  # values of a loop, or of a coordinate, that are gone through: of more, as many that are evenly spread
+_MOST, _DEVICES = 4096, 64  # values of loops, and devices, that are gone through: of more, as many, evenly spread
 
 Number = Callable[[Sequence[int]], int]
 
@@ -51,11 +51,12 @@ def total_function(
     known = [*symbols, *coordinates]
     counted = [(each, _times(statement, kernel, known)) for statement, each in terms if each]
     used = vars_of((extent for statement, _ in terms for extent in _places(statement, kernel)), {})
-    places = [_spread(size) if var in used else (0,) for var, size in coordinates.items()]
+    most = _each(_DEVICES, len(used.intersection(coordinates)))
+    places = [_spread(size, most) if var in used else (0,) for var, size in coordinates.items()]
 
     def total(values: Sequence[int]) -> int:
         return max(
-            sum(round(each * _runs(times, [*values, *at])) for each, times in counted) for at in product(*places)
+            sum(round(each * _all_runs(times, [*values, *at])) for each, times in counted) for at in product(*places)
         )
 
     return total
@@ -83,17 +84,26 @@ def _times(statement: Statement, kernel: Kernel, known: Sequence[tirx.Var]) -> l
     return found
 
 
-def _runs(loops: Sequence[_Times], values: list[int]) -> float:
+def _all_runs(loops: Sequence[_Times], values: list[int]) -> float:
+    return _runs(loops, values, _each(_MOST, sum(loop.start is not None for loop in loops)))
+
+
+def _runs(loops: Sequence[_Times], values: list[int], most: int) -> float:
     if not loops:
         return 1
     first, rest = loops[0], loops[1:]
     count = max(0, first.count(values))
     if first.start is None or not count:
-        return count * _runs(rest, values) if count else 0
-    start, at = first.start(values), _spread(count)
-    return sum(_runs(rest, [*values, start + each]) for each in at) * count / len(at)
+        return count * _runs(rest, values, most) if count else 0
+    start, at = first.start(values), _spread(count, most)
+    return sum(_runs(rest, [*values, start + each], most) for each in at) * count / len(at)
 
 
-def _spread(count: int) -> Sequence[int]:
-    """The numbers below one, or as many as are gone through, from the first to the last."""
-    return range(count) if count <= _MOST else [n * (count - 1) // (_MOST - 1) for n in range(_MOST)]
+def _each(most: int, several: int) -> int:
+    """How many values of each are gone through, of several, if all together are to be so many at most."""
+    return int(most ** (1 / max(1, several)) + 1e-9)
+
+
+def _spread(count: int, most: int) -> Sequence[int]:
+    """The numbers below one, or so many of them, from the first to the last."""
+    return range(count) if count <= most else [n * (count - 1) // (most - 1) for n in range(most)]
