@@ -33,7 +33,7 @@ from kernels.paged import paged_attention, paged_latent_attention, staged_histog
 from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul, promoted_matmul
 from kernels.recurrences import advantages
 from kernels.reduce import reduce_columns, reduce_rows
-from kernels.rms_norm import rms_norm, two_pass_rms_norm
+from kernels.rms_norm import padded_rms_norm, rms_norm, two_pass_rms_norm
 from kernels.rope import packed_rope, rope
 from kernels.rounds import balanced, top_k
 from kernels.schedules import (
@@ -57,6 +57,7 @@ from kernels.sparse import (
     scaled_grouped_matmul,
     searched_grouped_matmul,
 )
+from kernels.stacked import layer_product, put_layer
 from kernels.statistics import nearest_points, row_norms, row_statistics
 from kernels.transpose import transpose
 
@@ -427,6 +428,24 @@ def _neighbourhoods() -> Iterator[PlanCase]:
     yield _case("neighbours", embedding, words, vocabulary=rows)
 
 
+def _places() -> Iterator[PlanCase]:
+    """One place of a dim: a layer's weights, a layer's part of a cache; and blocks that are longer than rows."""
+    one = "the others get the layer's weights from the device that has them"
+    yield _case(
+        "places",
+        layer_product,
+        {**_MNK, "layers": 8, "layer": 3},
+        layers=("W0", one, 0, _SQUARE * 4),
+        rows="A0 C0",
+        columns="W2 C1",
+        K=("A1 W1", _PARTIAL, _SQUARE),
+    )
+    cache = {"layers": 8, "layer": 3, "tokens": 1024, "features": 4096}
+    yield _case("places", put_layer, cache, layers="cache0", tokens="X0 cache1", features="X1 cache2")
+    statistics = ("X1 weight0 Y1", "the statistics of every row are summed", 4096)
+    yield _case("places", padded_rms_norm, {"M": 4096, "N": 4000}, rows="X0 Y0", columns=statistics)
+
+
 CASES: tuple[PlanCase, ...] = (
     *_of_the_catalogue(),
     *_key_heads(),
@@ -438,4 +457,5 @@ CASES: tuple[PlanCase, ...] = (
     *_combined(),
     *_unused(),
     *_neighbourhoods(),
+    *_places(),
 )

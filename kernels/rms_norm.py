@@ -27,6 +27,27 @@ def rms_norm(M, N, eps=1e-6, block_M=16, dtype="float32", accum_dtype="float32")
     return rms_norm_kernel
 
 
+def padded_rms_norm(M, N, eps=1e-6, block_M=16, dtype="float32", accum_dtype="float32"):
+    """The same, of rows in blocks as long as the next power of 2: zeros lie behind a row's end."""
+    length = 1 << (N - 1).bit_length() if N else 1
+
+    @T.prim_func
+    def padded_rms_norm_kernel(X: T.Tensor((M, N), dtype), weight: T.Tensor((N,), dtype), Y: T.Tensor((M, N), dtype)):
+        with T.Kernel(T.ceildiv(M, block_M), threads=128) as bx:
+            x = T.alloc_fragment((block_M, length), accum_dtype)
+            squares = T.alloc_fragment((block_M, length), accum_dtype)
+            scale = T.alloc_fragment((block_M,), accum_dtype)
+            T.copy(X[bx * block_M, 0], x)
+            for i, j in T.Parallel(block_M, length):
+                squares[i, j] = x[i, j] * x[i, j]
+            T.reduce_sum(squares, scale, dim=1)
+            for i, j in T.Parallel(block_M, length):
+                if bx * block_M + i < M and j < N:
+                    Y[bx * block_M + i, j] = x[i, j] * T.rsqrt(scale[i] / N + eps) * weight[j]
+
+    return padded_rms_norm_kernel
+
+
 def rms_norm_backward(M, N, eps=1e-6, block_M=16, dtype="float32", accum_dtype="float32"):
     """The gradients of `rms_norm`: one kernel for X, one for the weight, to which every block of rows adds its part."""
 

@@ -39,6 +39,7 @@ from kernels.quantized import (
     packed_matmul_reference,
 )
 from kernels.recurrences import advantages, advantages_reference
+from kernels.stacked import layer_product, layer_product_reference, put_layer, put_layer_reference
 
 from .case import EXACT, KernelCase, Sizes, integers, normal, tensors, uniform
 
@@ -54,6 +55,16 @@ _SEQUENCES = (
     {"batch": 1, "length": 4, "heads": 1, "key_dim": 3, "value_dim": 2},
 )
 _GROUPED_K = ({"M": 24, "N": 48, "K": 48}, {"M": 13, "N": 30, "K": 24}, {"M": 3, "N": 5, "K": 8})
+_LAYERS = (
+    {"M": 16, "N": 24, "K": 16, "layers": 4},
+    {"M": 13, "N": 9, "K": 11, "layers": 5},
+    {"M": 2, "N": 1, "K": 3, "layers": 2},
+)
+_CACHES = (
+    {"tokens": 16, "features": 8, "layers": 4},
+    {"tokens": 7, "features": 9, "layers": 5},
+    {"tokens": 1, "features": 3, "layers": 2},
+)
 _NK = ({"N": 24, "K": 48}, {"N": 13, "K": 24}, {"N": 3, "K": 8})
 _PAGES = (
     {"batch": 2, "heads": 4, "pages": 8, "table": 4, "dim": 8},
@@ -73,6 +84,24 @@ def _weights(generator: torch.Generator, sizes: Sizes) -> torch.Tensor:
 _PACKED = integers("N K/2", 0, 256, torch.uint8)
 
 INFERENCE_CASES: tuple[KernelCase, ...] = (
+    KernelCase(
+        "layer_product",
+        partial(layer_product, layer=1, **_BLOCKS),
+        partial(layer_product_reference, layer=1),
+        _LAYERS,
+        tensors(normal("M K"), normal("layers K N")),
+        ("C",),
+    ),
+    KernelCase(
+        "put_layer",
+        partial(put_layer, layer=1, block_T=4, block_F=4),
+        partial(put_layer_reference, layer=1),
+        _CACHES,
+        tensors(normal("tokens features"), normal("layers tokens features")),
+        ("cache",),
+        EXACT,
+        inouts=("cache",),
+    ),
     KernelCase(
         "grouped_decode",
         partial(grouped_decode, block_H=2, block_N=8),

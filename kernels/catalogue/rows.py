@@ -14,7 +14,7 @@ from kernels.combined import (
     one_pass_variance_reference,
 )
 from kernels.layer_norm import layer_norm, layer_norm_reference, two_pass_layer_norm
-from kernels.rms_norm import rms_norm, rms_norm_reference, two_pass_rms_norm
+from kernels.rms_norm import padded_rms_norm, rms_norm, rms_norm_reference, two_pass_rms_norm
 from kernels.softmax import online_softmax, softmax, softmax_reference, three_pass_softmax
 
 from .case import (
@@ -86,7 +86,7 @@ NORM_CASES = (
             tensors(normal("M N"), normal("N")),
             ("Y",),
         )
-        for kernel, blocks in ((rms_norm, {}), (two_pass_rms_norm, {"block_N": 8}))
+        for kernel, blocks in ((rms_norm, {}), (two_pass_rms_norm, {"block_N": 8}), (padded_rms_norm, {}))
     ),
     *(
         KernelCase(
