@@ -118,17 +118,19 @@ class _Fragments:
 
     def made(self) -> dict[str, FragmentFunction]:
         saved = [name for name in self._outside(self.both) if name in self.forward]
-        later = [*self._outside(self.weights), *(own for own in self.of_weights.values() if own in self.inputs)]
-        halfway = [name for name in later if name in self.inputs]
+        later = self._outside(self.weights)
+        halfway = {self._saved(name): name for name in later if name in self.inputs}
+        early = {name: own for name, own in self.of_weights.items() if own in self.inputs}  # those of norms
+        late = {name: own for name, own in self.of_weights.items() if name not in early}
         saved = list(dict.fromkeys([*saved, *(name for name in later if name in self.forward - self.inputs)]))
         forward = {**self.gives, **{self._saved(name): name for name in saved}}
         found = {"F": self._function("F", self.forward, forward)}
         if self.gradients:
             found["B"] = self._function("B", self.both, self.gradients)
         if self.of_inputs:
-            found["I"] = self._function("I", self.inputs, {**self.of_inputs, **{self._saved(n): n for n in halfway}})
-        if self.of_weights:
-            found["W"] = self._function("W", self.weights, self.of_weights)
+            found["I"] = self._function("I", self.inputs, {**self.of_inputs, **early, **halfway})
+        if late:
+            found["W"] = self._function("W", self.weights, late)
         return found
 
     def _outside(self, mine: set[str]) -> list[str]:

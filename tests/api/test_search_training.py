@@ -195,8 +195,7 @@ def test_halves_of_backwards(gpt):
     plans = [times["zb-h1", 4], next(p for p in found.plans if p.choice.schedule == "zbv")]
     for plan in plans:
         full = in_full(plan, found.pieces, Composer(CPU, 2), 8)
-        # pieces are of one device: halves that devices of the data axis add up in between are not among them
-        assert plan.time == pytest.approx(full.time, rel=0.25 if plan.choice.data == 1 else 0.3)
+        assert plan.time == pytest.approx(full.time, rel=0.25)
         assert plan.memory == pytest.approx(full.memory, rel=0.3)
         run = found.pipeline(plan, target="c")
         torch.testing.assert_close(run(x, y), wanted.detach(), rtol=1e-5, atol=1e-5)
