@@ -263,10 +263,12 @@ def _parameters(function: FragmentFunction) -> set[str]:
 def _added_up_last(fragment: Fragment, weights: Sequence[str]) -> list[int]:
     """The gradients of weights, as numbers of results, whose parts a fragment adds up over devices at its end: those of
     microbatches are added up first, and reduced once. Those that are scattered in it are not, which would take more
-    memory."""
+    memory, and neither are those that are other results, too, which are taken whole."""
     last, results = completed_last(fragment.module.plan.explicit), fragment.module.plan.made.result
     wanted = {*map(gradient_name, weights)}
-    numbers = [number for number, name in enumerate(fragment.gives) if name in wanted and results[number] in last]
+    whole = {results[number] for number, name in enumerate(fragment.gives) if name not in wanted}
+    alone = last.keys() - whole
+    numbers = [number for number, name in enumerate(fragment.gives) if name in wanted and results[number] in alone]
     return [
         number  # parts of a low-precision sum would be rounded
         for number in numbers

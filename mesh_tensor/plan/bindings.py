@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tvm import ir, relax
 
 from mesh_tensor.annotations.manual import experts_of, is_manual
+from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import (
     OpCall,
@@ -147,6 +148,12 @@ class Bindings:
         """Both branches are computed (Relax is pure), then one is taken."""
         cond = self.expression(expr.cond, name)
         assert isinstance(cond, Value)
+        if cond.type != TensorType((), "bool"):
+            refuse(
+                f"what chooses between branches is {cond!r}, no bool without dims",
+                where=f"{self._function}.{name}",
+                fix="reduce it to one bool: R.any, R.all, or R.reshape to ()",
+            )
         fails = self._add(relax.op.logical_not(cond.variable()), [cond], name)
         then = self._branch(expr.true_branch, cond, fails, name)
         other = self._branch(expr.false_branch, fails, cond, name)
@@ -190,6 +197,14 @@ class Bindings:
             return tuple(self._select(cond, a, b, name) for a, b in zip(then, other, strict=True))
         assert isinstance(then, Value)
         assert isinstance(other, Value)
+        if then.type != other.type:
+            types = [f"{list(value.type.shape)} {value.type.dtype}" for value in (then, other)]
+            refuse(
+                f"one branch gives {types[0]}, the other one {types[1]}",
+                where=f"{self._function}.{name}",
+                why="both are computed, and one is taken: results have one shape and one dtype",
+                fix="give tensors of one shape and dtype in both",
+            )
         return self._where(cond, then, other, name)
 
     def _where(self, cond: Value, then: Value, other: Value, name: str) -> Value:

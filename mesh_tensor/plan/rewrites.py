@@ -9,7 +9,7 @@ again: the parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from tvm import relax
@@ -19,7 +19,10 @@ from mesh_tensor.rules.operator.shifts import joined_parts
 
 from .atoms import Atoms
 from .ir import Graph, Node, Value, leaves
+from .manual import Axes, varying
 from .propagate import Layouts
+
+Own = Mapping[Value, Axes]  # the manual axes along which devices have values of their own
 
 
 def joined_slices(graph: Graph) -> Graph:
@@ -51,7 +54,8 @@ def without_joins(graph: Graph) -> Graph:
     joins = {node.outputs[0]: node for node in graph.nodes if node.call.name == "concat"}
     splits = [node for node in graph.nodes if node.call.name == "split" and node.inputs[0] in joins]
     kept = {*leaves(graph.result), *graph.annotations}
-    splits = [node for node in splits if _undoes(node, joins[node.inputs[0]]) and kept.isdisjoint(node.outputs)]
+    own = varying(graph) if splits else {}
+    splits = [node for node in splits if _undoes(node, joins[node.inputs[0]], own) and kept.isdisjoint(node.outputs)]
     if not splits:
         return graph
     same: dict[Value, Value] = {}
@@ -64,12 +68,17 @@ def without_joins(graph: Graph) -> Graph:
     return replace(graph, nodes=[node for node in nodes if gone.isdisjoint(node.outputs)])
 
 
-def _undoes(split: Node, join: Node) -> bool:
+def _undoes(split: Node, join: Node, own: Own) -> bool:
     """Whether a split gives just what a concat was given."""
     if join.call.attr("axis") is None or len(split.outputs) != len(join.inputs) or split.scopes != join.scopes:
         return False
     same_dim = split.call.axis(split.call.attr("axis", 0)) == join.call.axis(join.call.attr("axis"))
-    return same_dim and all(out.type == part.type for out, part in zip(split.outputs, join.inputs, strict=True))
+    return same_dim and all(_alike(out, part, own) for out, part in zip(split.outputs, join.inputs, strict=True))
+
+
+def _alike(one: Value, other: Value, own: Own) -> bool:
+    """Whether values are of one type, and devices of manual computations have their own of both, or of none."""
+    return one.type == other.type and own.get(one) == own.get(other)
 
 
 def sliced_splits(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
@@ -187,19 +196,21 @@ def without_fixed_rows(graph: Graph) -> Graph:
     makers = {value: node for node in graph.nodes for value in node.outputs}
     made: dict[Node, Node] = {}
     gone: set[Node] = set()
-    kept = {*leaves(graph.result), *graph.annotations}
+    kept, own = {*leaves(graph.result), *graph.annotations}, varying(graph)
     users: dict[Value, set[Node]] = {}
     for node in graph.nodes:
         for value in node.inputs:
             users.setdefault(value, set()).add(node)
     for choice in choices:
         maker, constant = makers.get(choice.inputs[-1]), makers.get(choice.inputs[1])
-        if maker is None or constant is None or not _is_itself(choice, constant, maker):
+        if maker is None or constant is None or not _is_itself(choice, constant, maker, own):
             continue
+        if maker.call.name == "where" and _chooses_itself(maker, makers, own):
+            continue  # the value that it chooses is taken in the place of both
         if users[maker.outputs[0]] == {constant, choice} and kept.isdisjoint({*maker.outputs, *constant.outputs}):
             made[maker] = replace(maker, outputs=choice.outputs)
             gone |= {choice, constant}
-    same = _chosen(choices, makers, kept | {value for node in gone for value in node.outputs})
+    same = _chosen(choices, makers, kept | {value for node in gone for value in node.outputs}, own)
     gone |= {makers[value] for value in same}
     for choice in [node for node in choices if node in gone]:
         gone.update(_alone(choice.inputs[0], makers, users, kept, gone))
@@ -211,15 +222,21 @@ def without_fixed_rows(graph: Graph) -> Graph:
     return replace(graph, nodes=[_with(node, same) for node in nodes])
 
 
-def _chosen(choices: list[Node], makers: dict[Value, Node], kept: set[Value]) -> dict[Value, Value]:
+def _chosen(choices: list[Node], makers: dict[Value, Node], kept: set[Value], own: Own) -> dict[Value, Value]:
     """Of what is chosen from a value and itself, that value: as branches take what they are given."""
     same: dict[Value, Value] = {}
     for choice in choices:
-        constant, (made,), value = makers.get(choice.inputs[1]), choice.outputs, choice.inputs[-1]
-        is_same = constant is not None and constant.call.name == "grad.no_grad" and constant.inputs == (value,)
-        if is_same and made not in kept and made.type == value.type:
+        (made,), value = choice.outputs, choice.inputs[-1]
+        if _chooses_itself(choice, makers, own) and made not in kept:
             same[made] = same.get(value, value)
     return same
+
+
+def _chooses_itself(choice: Node, makers: dict[Value, Node], own: Own) -> bool:
+    """Whether a choice is between a value and itself, and is like it."""
+    constant, value = makers.get(choice.inputs[1]), choice.inputs[-1]
+    same = constant is not None and constant.call.name == "grad.no_grad" and constant.inputs == (value,)
+    return same and _alike(choice.outputs[0], value, own)
 
 
 def _with(node: Node, same: dict[Value, Value]) -> Node:
@@ -228,11 +245,11 @@ def _with(node: Node, same: dict[Value, Value]) -> Node:
     return replace(node, inputs=tuple([same.get(value, value) for value in node.inputs]))
 
 
-def _is_itself(choice: Node, constant: Node, maker: Node) -> bool:
+def _is_itself(choice: Node, constant: Node, maker: Node, own: Own) -> bool:
     """Whether both of what is chosen from are what `maker` gives, alone and of the choice's type."""
     value = choice.inputs[-1]
     same = constant.call.name == "grad.no_grad" and constant.inputs == (value,) and maker.outputs == (value,)
-    return same and choice.outputs[0].type == value.type and maker.scopes == constant.scopes == choice.scopes
+    return same and _alike(choice.outputs[0], value, own) and maker.scopes == constant.scopes == choice.scopes
 
 
 def _alone(

@@ -87,6 +87,35 @@ def test_gradients_are_those_of_the_branch_that_is_taken(sign):
         torch.testing.assert_close(state[name], weight.detach())
 
 
+class Within(nn.Module):
+    """A branch of a branch takes what both are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.rand(6))
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, self.inner, lambda y: (y @ self.w.T).sin() / self.b, (x,))
+
+    def inner(self, x):
+        return torch.cond(x.mean() > 0.3, lambda y: (y @ self.w).cos() * self.b, lambda y: y.sqrt() * self.b, (x,))
+
+
+@pytest.mark.parametrize("scale", [1, 0.1, -1])
+def test_gradients_of_branches_within_branches(scale):
+    torch.manual_seed(0)
+    model, x, target = Within(), torch.rand(4, 6) * scale, torch.randn(4, 6)
+    step = mt.training_step(model, nn.functional.mse_loss, (x, target), optimizer="sgd", lr=0.5)
+    own = copy.deepcopy(model)
+    nn.functional.mse_loss(own(x), target).backward()
+    for mesh, layout in (({"x": 2}, {"w": {"x": 0}}), ({"x": 3}, {"x": {"x": 0}, "b": {"x": 0}})):
+        run = mt.distribute_module(step, mesh, layout, poison=True)
+        run(x, target)
+        for name, weight in own.named_parameters():
+            moved = weight.detach() - (0 if weight.grad is None else 0.5 * weight.grad)
+            torch.testing.assert_close(run.state_dict()[name], moved)
+
+
 def nested(x):
     def inner(y):
         return torch.cond(y.mean() > 0.5, lambda z: z.cos(), lambda z: z.sin(), (y,))

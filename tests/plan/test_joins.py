@@ -2,11 +2,13 @@
 
 import torch
 from torch import nn
+from tvm import relax
 
 import mesh_tensor as mt
 from mesh_tensor.program.steps import CollectiveStep
 
 from .test_hindered import moved
+from .test_manual import manual_module
 
 
 class TwoLayers(nn.Module):
@@ -60,3 +62,16 @@ def test_other_parts_are_made():
     ran = mt.distribute_module(made.mod, {"x": 2}, model.layout, weights=made.params, poison=True)
     for result, meant in zip(ran(*given), model(*given), strict=True):
         torch.testing.assert_close(result, meant.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_devices_have_their_own_of_what_they_have_alike():
+    """What is put beside a tile in a manual computation is every device's own then."""
+
+    def body(emit, tile, whole):
+        parts = emit(relax.op.split(emit(relax.op.concat([tile, whole], 0)), 2, 0))
+        return emit(relax.op.exp(emit(relax.TupleGetItem(parts, 1))))
+
+    mod = manual_module(body, [(8, 4), (4, 4)], {"x": 2}, [{"x": 0}, {}], {"x": 0})
+    tiles, whole = torch.randn(8, 4), torch.randn(4, 4)
+    run = mt.distribute_module(mod, {"x": 2}, {}, poison=True)
+    torch.testing.assert_close(run(tiles, whole), torch.cat([whole.exp()] * 2))

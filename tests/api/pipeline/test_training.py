@@ -230,6 +230,32 @@ def test_gradients_are_reduced_once_per_batch(schedule):
     assert not torch.equal(run.weights()["w0"], weights["w0"])
 
 
+class Shifted(nn.Module):
+    """Weights that are added to rows: their gradients are those of the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.above, self.end = nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.shift, self.other = nn.Parameter(torch.randn(3, 6)), nn.Parameter(torch.randn(3, 6))
+
+    def forward(self, x, y):
+        x = self.below(x) + self.shift + self.other
+        return ((self.end(self.above(x).sin()) - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_gradients_that_are_given_to_other_stages_too_are_whole(schedule):
+    torch.manual_seed(0)
+    model, inputs = Shifted(), (torch.randn(3, 6), torch.randn(3, 6))
+    module = mt.from_torch(torch.export.export(model, inputs))
+    layouts = {"above.weight": {"d": 0}, "end.weight": {"d": 1}}
+    topology = {"m0": {"d": 2}, "m1": {"d": 2}}
+    run = mt.pipeline(module, topology, ["below"], layouts, microbatches=1, schedule=schedule, train=True)
+    check(run, module, model, *inputs)
+    made = run.fragments[1].fragments["I" if schedule == "zb-h1" else "B"]
+    assert [name for name in made.gives if made.layouts[name].partial] == []
+
+
 def test_an_update_that_is_not_finite_changes_nothing():
     """Neither weights nor what the rule keeps: the next update goes on from there."""
     module, weights = chain()
