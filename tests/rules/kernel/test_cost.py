@@ -80,6 +80,24 @@ def test_the_device_with_most_blocks_counts(devices, products):
     assert step.flops == products * 2 * 4**3
 
 
+def test_devices_of_many_axes_are_counted():
+    axes = {f"a{number}": 2 for number in range(7)}
+    func = mt.annotate(below_diagonal(128), axes, {"S": dict.fromkeys(axes, 0), "C": dict.fromkeys(axes, 0)})
+    (step,) = lower_to_program(func).kernels
+    assert step.flops == 128 * 2 * 4**3
+
+
+def test_loops_that_a_branch_keeps_from_a_division_by_zero():
+    @T.prim_func
+    def kernel(A: T.Tensor((16, 16)), C: T.Tensor((16, 16))):
+        with T.Kernel(16, threads=32) as bx:
+            if bx > 0:
+                for j in T.serial(16 // bx):
+                    C[bx, j] = A[bx, j] * 2.0
+
+    assert count_flops(kernel) == sum(16 // row for row in range(1, 16))
+
+
 def test_what_only_data_says_is_named():
     @T.prim_func
     def kernel(A: T.Tensor((8,)), N: T.Tensor((1,), "int32"), C: T.Tensor((8,))):
