@@ -1,9 +1,14 @@
 """What kernels compute, counted."""
 
+from dataclasses import replace
+
 import pytest
 import tilelang.language as T
+import torch
 
 import mesh_tensor as mt
+from kernels.matmul import matmul
+from mesh_tensor.base.machine import Machine, Memory, Roofline
 from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.rules.kernel.cost import count_flops, flops_function, loaded_bytes
 from mesh_tensor.rules.kernel.loop_counts import unknown_extents
@@ -76,8 +81,26 @@ def test_of_many_rows_some_are_counted():
 @pytest.mark.parametrize(("devices", "products"), [(1, 36), (2, 5 + 6 + 7 + 8), (4, 7 + 8)])
 def test_the_device_with_most_blocks_counts(devices, products):
     func = mt.annotate(below_diagonal(8), {"x": devices}, {"S": {"x": 0}, "C": {"x": 0}})
-    (step,) = lower_to_program(func).kernels
+    program = lower_to_program(func)
+    (step,) = program.kernels
     assert step.flops == products * 2 * 4**3
+    tiles = tuple(program.values[name].tile_shape for name in step.args)
+    assert loaded_bytes(step.func, tiles, step.sizes, (devices,) * len(step.axes)) == products * 2 * 4**2 * 4
+
+
+@pytest.mark.parametrize("layouts", [{}, {"A": {"x": 0}, "C": {"x": 0}}, {"B": {"x": 1}, "C": {"x": 1}}])
+def test_kernels_of_open_sizes_are_simulated_as_those_of_known_ones(layouts):
+    """That loads its blocks again is known of both."""
+    levels = Memory(1000, 1e11), Memory(1 << 40, 1e10)
+    machine = Machine("levels", {"float32": 1e12}, levels, classes={"kernel": Roofline(again=0.1)})
+    made = []
+    for rows in (128, T.dynamic("rows")):
+        func = mt.annotate(matmul(rows, 64, 64, 16, 16, 16), {"x": 2}, layouts)
+        kernel = mt.compile(func, target="interpret", machine=machine)
+        kernel(torch.zeros(128, 64), torch.zeros(64, 64), torch.zeros(128, 64))
+        made.append(mt.simulate(kernel, machine).time)
+    assert made[0] == pytest.approx(made[1])
+    assert made[0] > mt.simulate(kernel, replace(machine, classes={})).time
 
 
 def test_devices_of_many_axes_are_counted():
