@@ -34,9 +34,13 @@ def unknown_extents(kernel: Kernel, known: Sequence[tirx.Var] = ()) -> list[str]
     """The extents of loops that only data says, where these variables are known: they count as once."""
     found = dict[str, None]()
     for statement in kernel.statements:
-        scope = [*known, *(loop.var for loop in statement.loops)]
-        extents = [without_binds(loop.extent, kernel) for loop in _several(statement)]
-        found |= dict.fromkeys(str(extent) for extent in extents if not is_size(extent, scope))
+        scope = [*known]
+        for loop in _several(statement):
+            start, extent = (without_binds(e, kernel) for e in (loop.min, loop.extent))
+            if not is_size(extent, scope):
+                found[str(extent)] = None
+            elif is_size(start, scope):
+                scope.append(loop.var)
     return list(found)
 
 

@@ -129,3 +129,15 @@ def test_what_only_data_says_is_named():
                 C[i] = A[i] * 3.0
 
     assert unknown_extents(read_kernel(kernel)) == ["N[0]"]
+
+
+def test_what_follows_from_what_only_data_says_is_named():
+    @T.prim_func
+    def kernel(A: T.Tensor((8,)), N: T.Tensor((1,), "int32"), C: T.Tensor((8,))):
+        with T.Kernel(1, threads=32):
+            for i in T.serial(N[0], N[0] + 2):
+                for j in T.serial(i):
+                    C[j] = A[j] * 3.0
+
+    assert count_flops(kernel) == 2
+    assert unknown_extents(read_kernel(kernel)) == ["i"]
