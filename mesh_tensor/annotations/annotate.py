@@ -15,6 +15,7 @@ from typing import Any
 import tvm_ffi
 from tvm import tirx
 from tvm.arith import Analyzer
+from tvm.error import InternalError
 from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.dtypes import TensorType
@@ -252,7 +253,7 @@ def fits(shape: Sequence[Any], actual: Sequence[int], sizes: dict[tirx.Var, int]
 
 
 def evaluate(size: Any, sizes: Mapping[tirx.Var, int]) -> int | None:
-    """The value of a dim, or None while a symbol in it is unknown."""
+    """The value of a dim, or None while a symbol in it is unknown. Refused where it divides by zero."""
     if isinstance(size, (int, tirx.IntImm)):
         return int(size)
     if isinstance(size, tirx.Var):
@@ -260,7 +261,13 @@ def evaluate(size: Any, sizes: Mapping[tirx.Var, int]) -> int | None:
     if any(var not in sizes for var in _variables(size)):
         return None
     values = {var: tirx.const(value, var.dtype) for var, value in sizes.items()}
-    return int(_simplify(substitute(size, values)))
+    try:
+        return int(_simplify(substitute(size, values)))
+    except InternalError as error:
+        if "Divide by zero" not in str(error):
+            raise
+        told = ", ".join(f"{var.name} = {value}" for var, value in sizes.items())
+        refuse(f"the size {size} divides by 0 where {told}", fix="pass tensors of other sizes")
 
 
 def _replace(value: Any, values: Mapping[tirx.Var, tirx.PrimExpr]) -> Any:

@@ -81,7 +81,8 @@ class StepCosts:
         names = f"kernel {step.name}", *rows, "kernel", "product"
         again, largest = 0, 0
         if self._machine.roofline(*names).again:
-            again = max(0, loaded_bytes(step.func) - nbytes)
+            tiles, places = (value.tile_shape for value in values), map(self._program.mesh.size, step.axes)
+            again = max(0, loaded_bytes(step.func, tuple(tiles), step.sizes, tuple(places)) - nbytes)
             largest = max((value.tile_bytes for value in values), default=0)
         work = self._machine.work(step.flops, nbytes, dtype, *names, again=again, largest=largest)
         rounds = self._machine.rounds(self._program.mesh.num_devices)

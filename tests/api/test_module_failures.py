@@ -267,6 +267,18 @@ class Symbolic:
         return z
 
 
+def test_sizes_that_divide_by_zero():
+    mod = parsed(
+        'x: R.Tensor(("n",), "float32"), y: R.Tensor(("8 // (n - 1)",), "float32")', "z = R.nn.relu(y)", "return z"
+    )
+    run = mt.distribute_module(mod, {"x": 2})
+    y = torch.randn(4)
+    assert torch.equal(run(torch.ones(3), y), y.relu())
+    text = refused_call(run, torch.ones(1), y)
+    assert "the size T.int64(8) // (n - T.int64(1)) divides by 0 where n = 1" in text
+    assert "fix: pass tensors of other sizes" in text
+
+
 def test_symbolic_sizes():
     run = mt.distribute_module(Symbolic, {"x": 2}, {"x": {"x": 0}})
     for look in (run.explain, lambda: run.plan, lambda: run.program, lambda: run.local_module):

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from tvm import ir, tirx
 
+from mesh_tensor.annotations.annotate import fits
 from mesh_tensor.base.dtypes import dtype_bits, is_float
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.tir.nodes import nodes
@@ -43,14 +44,25 @@ def has_products(func: tirx.PrimFunc) -> bool:
 
 
 @lru_cache(maxsize=256)
-def loaded_bytes(func: tirx.PrimFunc) -> int:
-    """Bytes that one run of a kernel reads of its parameters, as often as it reads them. Loops of which data or a
-    device's coordinates say how often they run count once."""
+def loaded_bytes(
+    func: tirx.PrimFunc,
+    tiles: tuple[tuple[int, ...], ...] = (),
+    numbers: tuple[int, ...] = (),
+    places: tuple[int, ...] = (),
+) -> int:
+    """Bytes that one run of a kernel reads of its parameters, as often as it reads them, on the device that reads most.
+    `tiles` are the shapes of its tensors, which are its first parameters; the last ones are sizes, `numbers`, and a
+    device's coordinates on axes of so many `places`. Loops of which data say how often they run count once."""
     kernel, terms = read_kernel(func), list[tuple[Statement, int]]()
     for statement in kernel.statements:
         bits = sum(dtype_bits(str(each.buffer.dtype)) for each in statement.reads if kernel.is_param(each.buffer))
         terms.append((statement, bits))
-    return total_function(terms, kernel, (), {})(()) // 8
+    first = len(func.params) - len(places)
+    sizes = dict(zip(func.params[first - len(numbers) : first], numbers, strict=True))
+    for param, tile in zip(func.params, tiles, strict=False):
+        fits(func.buffer_map[param].shape, tile, sizes)
+    coordinates = dict(zip(func.params[first:], places, strict=True))
+    return total_function(terms, kernel, [*sizes], coordinates)([*sizes.values()]) // 8
 
 
 def flops_of(kernel: Kernel, coordinates: Mapping[tirx.Var, int] = NOWHERE) -> int:

@@ -34,9 +34,13 @@ def unknown_extents(kernel: Kernel, known: Sequence[tirx.Var] = ()) -> list[str]
     """The extents of loops that only data says, where these variables are known: they count as once."""
     found = dict[str, None]()
     for statement in kernel.statements:
-        scope = [*known, *(loop.var for loop in statement.loops)]
-        extents = [without_binds(loop.extent, kernel) for loop in _several(statement)]
-        found |= dict.fromkeys(str(extent) for extent in extents if not is_size(extent, scope))
+        scope = [*known]
+        for loop in _several(statement):
+            start, extent = (without_binds(e, kernel) for e in (loop.min, loop.extent))
+            if not is_size(extent, scope):
+                found[str(extent)] = None
+            elif is_size(start, scope):
+                scope.append(loop.var)
     return list(found)
 
 
@@ -92,10 +96,13 @@ def _runs(loops: Sequence[_Times], values: list[int], most: int) -> float:
     if not loops:
         return 1
     first, rest = loops[0], loops[1:]
-    count = max(0, first.count(values))
-    if first.start is None or not count:
+    try:
+        count, start = max(0, first.count(values)), first.start and first.start(values)
+    except ZeroDivisionError:  # no kernel comes there: a branch leaves these values out
+        return 0
+    if start is None or not count:
         return count * _runs(rest, values, most) if count else 0
-    start, at = first.start(values), _spread(count, most)
+    at = _spread(count, most)
     return sum(_runs(rest, [*values, start + each], most) for each in at) * count / len(at)
 
 
@@ -105,5 +112,7 @@ def _each(most: int, several: int) -> int:
 
 
 def _spread(count: int, most: int) -> Sequence[int]:
-    """The numbers below one, or so many of them, from the first to the last."""
-    return range(count) if count <= most else [n * (count - 1) // (most - 1) for n in range(most)]
+    """The numbers below one, or so many of them, from the first to the last; of one alone, that in the middle."""
+    if count <= most:
+        return range(count)
+    return [count // 2] if most == 1 else [n * (count - 1) // (most - 1) for n in range(most)]

@@ -1,9 +1,14 @@
 """What kernels compute, counted."""
 
+from dataclasses import replace
+
 import pytest
 import tilelang.language as T
+import torch
 
 import mesh_tensor as mt
+from kernels.matmul import matmul
+from mesh_tensor.base.machine import Machine, Memory, Roofline
 from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.rules.kernel.cost import count_flops, flops_function, loaded_bytes
 from mesh_tensor.rules.kernel.loop_counts import unknown_extents
@@ -76,8 +81,44 @@ def test_of_many_rows_some_are_counted():
 @pytest.mark.parametrize(("devices", "products"), [(1, 36), (2, 5 + 6 + 7 + 8), (4, 7 + 8)])
 def test_the_device_with_most_blocks_counts(devices, products):
     func = mt.annotate(below_diagonal(8), {"x": devices}, {"S": {"x": 0}, "C": {"x": 0}})
-    (step,) = lower_to_program(func).kernels
+    program = lower_to_program(func)
+    (step,) = program.kernels
     assert step.flops == products * 2 * 4**3
+    tiles = tuple(program.values[name].tile_shape for name in step.args)
+    assert loaded_bytes(step.func, tiles, step.sizes, (devices,) * len(step.axes)) == products * 2 * 4**2 * 4
+
+
+@pytest.mark.parametrize("layouts", [{}, {"A": {"x": 0}, "C": {"x": 0}}, {"B": {"x": 1}, "C": {"x": 1}}])
+def test_kernels_of_open_sizes_are_simulated_as_those_of_known_ones(layouts):
+    """That loads its blocks again is known of both."""
+    levels = Memory(1000, 1e11), Memory(1 << 40, 1e10)
+    machine = Machine("levels", {"float32": 1e12}, levels, classes={"kernel": Roofline(again=0.1)})
+    made = []
+    for rows in (128, T.dynamic("rows")):
+        func = mt.annotate(matmul(rows, 64, 64, 16, 16, 16), {"x": 2}, layouts)
+        kernel = mt.compile(func, target="interpret", machine=machine)
+        kernel(torch.zeros(128, 64), torch.zeros(64, 64), torch.zeros(128, 64))
+        made.append(mt.simulate(kernel, machine).time)
+    assert made[0] == pytest.approx(made[1])
+    assert made[0] > mt.simulate(kernel, replace(machine, classes={})).time
+
+
+def test_devices_of_many_axes_are_counted():
+    axes = {f"a{number}": 2 for number in range(7)}
+    func = mt.annotate(below_diagonal(128), axes, {"S": dict.fromkeys(axes, 0), "C": dict.fromkeys(axes, 0)})
+    (step,) = lower_to_program(func).kernels
+    assert step.flops == 128 * 2 * 4**3
+
+
+def test_loops_that_a_branch_keeps_from_a_division_by_zero():
+    @T.prim_func
+    def kernel(A: T.Tensor((16, 16)), C: T.Tensor((16, 16))):
+        with T.Kernel(16, threads=32) as bx:
+            if bx > 0:
+                for j in T.serial(16 // bx):
+                    C[bx, j] = A[bx, j] * 2.0
+
+    assert count_flops(kernel) == sum(16 // row for row in range(1, 16))
 
 
 def test_what_only_data_says_is_named():
@@ -88,3 +129,15 @@ def test_what_only_data_says_is_named():
                 C[i] = A[i] * 3.0
 
     assert unknown_extents(read_kernel(kernel)) == ["N[0]"]
+
+
+def test_what_follows_from_what_only_data_says_is_named():
+    @T.prim_func
+    def kernel(A: T.Tensor((8,)), N: T.Tensor((1,), "int32"), C: T.Tensor((8,))):
+        with T.Kernel(1, threads=32):
+            for i in T.serial(N[0], N[0] + 2):
+                for j in T.serial(i):
+                    C[j] = A[j] * 3.0
+
+    assert count_flops(kernel) == 2
+    assert unknown_extents(read_kernel(kernel)) == ["i"]
