@@ -47,10 +47,10 @@ class FixedWindows:
             return None
         if isinstance(index, (int, tirx.IntImm)):
             return int(index), int(index)
-        if any(cast.dtype != cast.value.dtype and not _is_wider(cast) for cast in nodes(index, tirx.Cast)):
+        if any(cast.dtype != cast.value.dtype and not is_wider(cast) for cast in nodes(index, tirx.Cast)):
             return None  # it may begin anew
         analyzer = self._analyzer(statement)
-        if any(_may_wrap(node, analyzer) for node in nodes(index, tirx.PrimExpr)):
+        if any(may_wrap(node, analyzer) for node in nodes(index, tirx.PrimExpr)):
             return None
         bound = analyzer.const_int_bound(index)
         low, high = bound.min_value, bound.max_value
@@ -73,13 +73,13 @@ class FixedWindows:
         return self._known
 
 
-def _is_wider(cast: tirx.Cast) -> bool:
+def is_wider(cast: tirx.Cast) -> bool:
     """Whether all that is cast has a place in the type that it is cast to."""
     given, made = DataType(cast.value.dtype), DataType(cast.dtype)
     return cast.dtype.startswith(("int", "uint")) and given.bits < made.bits
 
 
-def _may_wrap(expr: tirx.PrimExpr, analyzer: Prover) -> bool:
+def may_wrap(expr: tirx.PrimExpr, analyzer: Prover) -> bool:
     """Whether a number may leave its type and begin anew there, which `const_int_bound` does not look at: of narrow
     types and those without a sign. (In others that is not defined.)"""
     if not expr.dtype.startswith(("int", "uint")) or expr.dtype in ("int32", "int64"):
