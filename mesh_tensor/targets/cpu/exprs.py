@@ -187,6 +187,7 @@ def _note(number: tirx.PrimExpr) -> tirx.Stmt:
 
 _FAR = arith.ConstIntBound.POS_INF
 # The second one finds bounds of variables in each other, such as those of a loop over a symbolic number of blocks.
+_WIDE = ("int32", "int64")
 _STRENGTHS = (arith.ProofStrength.DEFAULT, arith.ProofStrength.SYMBOLIC_BOUND)
 
 
@@ -230,7 +231,12 @@ class Bounds:
         return self.simplify(expr) if is_index else expr
 
     def proves(self, condition: tirx.PrimExpr) -> bool:
-        """Whether `condition` always holds."""
+        """Whether `condition` always holds. Proofs don't look at numbers that leave a narrow type, or one without a
+        sign, and begin anew."""
+        if any(
+            cast.dtype.startswith(("int", "uint")) and cast.dtype not in _WIDE for cast in nodes(condition, tirx.Cast)
+        ):
+            return False
         return any(self._analyzer.can_prove(condition, strength) for strength in _STRENGTHS)
 
     def open_part(self, condition: tirx.PrimExpr) -> tirx.PrimExpr | None:
