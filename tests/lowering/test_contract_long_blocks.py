@@ -205,3 +205,19 @@ def test_rows_that_no_block_of_a_tile_fills(size, devices):
 
     a = torch.randn(size)
     torch.testing.assert_close(run(kernel, {"x": devices}, {"A": {"x": 0}}, a), a.sum().reshape(1))
+
+
+def test_a_condition_whose_numbers_begin_anew():
+    """Of 8 bits, what 40 is added to may be less than 40."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((250,), "float32"), out: T.Tensor((250,), "float32")):
+        with T.Kernel(16, threads=32) as bx:
+            for j in T.Parallel(16):
+                if bx * 16 + j < 250 and T.cast(bx * 16 + j, "uint8") + T.uint8(40) >= T.uint8(40):
+                    out[bx * 16 + j] = A[bx * 16 + j]
+
+    a = torch.rand(250) + 1
+    annotated = mt.annotate(kernel, {"x": 3}, {"A": {"x": 0}, "out": {"x": 0}})
+    result = mt.compile(annotated, target="interpret", poison=True)(a, torch.zeros(250))
+    torch.testing.assert_close(result, torch.where(torch.arange(250) < 216, a, 0.0))

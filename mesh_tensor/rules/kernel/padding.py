@@ -19,7 +19,7 @@ from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import chosen
 from mesh_tensor.tir.linear import Linear, as_expr
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.prover import Prover
+from mesh_tensor.tir.prover import Prover, has_narrow_casts
 from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_position import with_bounds
 
@@ -132,6 +132,8 @@ def content_past_the_end(live_range: LiveRange, kernel: Kernel, coordinates: Coo
 
 def is_inside(condition: tirx.PrimExpr, coordinates: list[tuple[Linear, tirx.PrimExpr]], kernel: Kernel) -> bool:
     """Whether the condition certainly holds at coordinates that lie inside their dims: a bounds test."""
+    if has_narrow_casts(condition):
+        return False
     inside: tirx.PrimExpr = tirx.const(True, "bool")
     for form, size in coordinates:
         inside = tirx.And(inside, tirx.And(as_expr(form) < size, as_expr(form) >= 0))

@@ -12,6 +12,7 @@ from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.effects import INTRINSICS
 from mesh_tensor.tir.nodes import is_const, nodes
+from mesh_tensor.tir.prover import has_narrow_casts
 from mesh_tensor.tir.rewrite import sequence, statements
 from mesh_tensor.tir.user_reports import report_of
 
@@ -187,7 +188,6 @@ def _note(number: tirx.PrimExpr) -> tirx.Stmt:
 
 _FAR = arith.ConstIntBound.POS_INF
 # The second one finds bounds of variables in each other, such as those of a loop over a symbolic number of blocks.
-_WIDE = ("int32", "int64")
 _STRENGTHS = (arith.ProofStrength.DEFAULT, arith.ProofStrength.SYMBOLIC_BOUND)
 
 
@@ -231,11 +231,8 @@ class Bounds:
         return self.simplify(expr) if is_index else expr
 
     def proves(self, condition: tirx.PrimExpr) -> bool:
-        """Whether `condition` always holds. Proofs don't look at numbers that leave a narrow type, or one without a
-        sign, and begin anew."""
-        if any(
-            cast.dtype.startswith(("int", "uint")) and cast.dtype not in _WIDE for cast in nodes(condition, tirx.Cast)
-        ):
+        """Whether `condition` always holds."""
+        if has_narrow_casts(condition):
             return False
         return any(self._analyzer.can_prove(condition, strength) for strength in _STRENGTHS)
 
