@@ -127,3 +127,9 @@ def _are_same_calls(one: tirx.Call, other: tirx.Call) -> bool:
 
 def _are_whole(*exprs: Any) -> bool:
     return all(isinstance(expr, int) or getattr(expr, "dtype", "").startswith("int") for expr in exprs)
+
+
+def has_narrow_casts(expr: tirx.PrimExpr) -> bool:
+    """Whether numbers may leave a narrow type, or one without a sign, and begin anew: proofs don't see that."""
+    casts = (cast.dtype for cast in nodes(expr, tirx.Cast))
+    return any(dtype.startswith(("int", "uint")) and dtype not in ("int32", "int64") for dtype in casts)

@@ -147,6 +147,18 @@ def narrowed():
     return indexed(lambda i: T.cast(T.cast(i + 250, "uint8"), "int32"), 300)
 
 
+def wrapped(place, dtype):
+    """`B[i] = A[place(ids[i])]`, of which 8 bits are too few for what is computed in between."""
+
+    @T.prim_func
+    def kernel(ids: T.Tensor((24,), dtype), A: T.Tensor((300,), "float32"), B: T.Tensor((24,), "float32")):
+        with T.Kernel(3, threads=8) as bx:
+            for i in T.Parallel(8):
+                B[bx * 8 + i] = A[T.cast(place(ids[bx * 8 + i]), "int32") + 150]
+
+    return kernel
+
+
 def running_sum():
     """`B = cumsum(A[0:24])`: the tool goes over what it reads in order."""
 
@@ -167,6 +179,16 @@ OTHERS = {
         by_data(),
         [torch.arange(24, dtype=torch.int32) % 9, torch.randn(32)],
         lambda ids, a: a[ids.long().clamp(max=3)],
+    ),
+    "wrapped": (
+        wrapped(lambda i: (i & T.int8(63)) + T.int8(100), "int8"),
+        [torch.arange(24, dtype=torch.int8) * 2, torch.randn(300)],
+        lambda ids, a: a[(ids.long() + 228) % 256 + 22],
+    ),
+    "wrapped, without a sign": (
+        wrapped(lambda i: T.uint8(10) - (i & T.uint8(15)) & T.uint8(127), "uint8"),
+        [torch.arange(24, dtype=torch.uint8), torch.randn(300)],
+        lambda ids, a: a[(10 - ids.long() % 16) % 128 + 150],
     ),
     "narrowed": (narrowed(), [torch.randn(300)], lambda a: a[(torch.arange(24) + 250) % 256]),
 }

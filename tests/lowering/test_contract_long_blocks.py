@@ -143,6 +143,29 @@ def test_what_is_not_masked_counts(a):
     assert_right(lowest(False), {"x": 2}, {"A": {"x": 1}}, [a], lambda a: torch.zeros(M))
 
 
+@pytest.mark.parametrize("added", [0, 40])
+def test_a_mask_whose_numbers_begin_anew(added):
+    """Behind the end, from 256 on, 8 bits are below 200 again: the 0 there counts."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((2, 200), "float32"), out: T.Tensor((2,), "float32")):
+        with T.Kernel(2, threads=32) as bx:
+            part = T.alloc_fragment((1, 100), "float32")
+            low = T.alloc_fragment((1,), "float32")
+            T.fill(low, T.infinity("float32"))
+            for k in T.serial(3):
+                T.copy(A[bx, k * 100], part)
+                for i, j in T.Parallel(1, 100):
+                    place = T.cast(k * 100 + j, "uint8") + T.uint8(added)
+                    part[i, j] = T.if_then_else(place < T.uint8(200 + added), part[i, j], T.infinity("float32"))
+                T.reduce_min(part, low, dim=1, clear=False)
+            T.copy(low, out[bx])
+
+    a = torch.rand(2, 200) + 1
+    assert mt.sharding_rule(kernel).factors["k"].startswith("whole: ")
+    assert_right(kernel, {"x": 2}, {"A": {"x": 1}}, [a], lambda a: torch.zeros(2))
+
+
 def test_more_programs_than_rows(a):
     expected = (a + torch.arange(N), a.sum().reshape(1))
     check(guarded_programs(), [a], expected, [{"x": 3}])
@@ -182,3 +205,19 @@ def test_rows_that_no_block_of_a_tile_fills(size, devices):
 
     a = torch.randn(size)
     torch.testing.assert_close(run(kernel, {"x": devices}, {"A": {"x": 0}}, a), a.sum().reshape(1))
+
+
+def test_a_condition_whose_numbers_begin_anew():
+    """Of 8 bits, what 40 is added to may be less than 40."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((250,), "float32"), out: T.Tensor((250,), "float32")):
+        with T.Kernel(16, threads=32) as bx:
+            for j in T.Parallel(16):
+                if bx * 16 + j < 250 and T.cast(bx * 16 + j, "uint8") + T.uint8(40) >= T.uint8(40):
+                    out[bx * 16 + j] = A[bx * 16 + j]
+
+    a = torch.rand(250) + 1
+    annotated = mt.annotate(kernel, {"x": 3}, {"A": {"x": 0}, "out": {"x": 0}})
+    result = mt.compile(annotated, target="interpret", poison=True)(a, torch.zeros(250))
+    torch.testing.assert_close(result, torch.where(torch.arange(250) < 216, a, 0.0))

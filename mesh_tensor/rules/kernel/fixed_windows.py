@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from tvm import DataType, ir, tirx
 
+from mesh_tensor.base.dtypes import extreme
 from mesh_tensor.base.window import EVERYWHERE, Reach, Reaches
 from mesh_tensor.tir.linear import loop_ranges
 from mesh_tensor.tir.nodes import nodes
@@ -46,9 +47,12 @@ class FixedWindows:
             return None
         if isinstance(index, (int, tirx.IntImm)):
             return int(index), int(index)
-        if any(cast.dtype != cast.value.dtype and not _is_wider(cast) for cast in nodes(index, tirx.Cast)):
+        if any(cast.dtype != cast.value.dtype and not is_wider(cast) for cast in nodes(index, tirx.Cast)):
             return None  # it may begin anew
-        bound = self._analyzer(statement).const_int_bound(index)
+        analyzer = self._analyzer(statement)
+        if any(may_wrap(node, analyzer) for node in nodes(index, tirx.PrimExpr)):
+            return None
+        bound = analyzer.const_int_bound(index)
         low, high = bound.min_value, bound.max_value
         return (low, high) if low > bound.NEG_INF and high < bound.POS_INF else None
 
@@ -69,7 +73,16 @@ class FixedWindows:
         return self._known
 
 
-def _is_wider(cast: tirx.Cast) -> bool:
+def is_wider(cast: tirx.Cast) -> bool:
     """Whether all that is cast has a place in the type that it is cast to."""
     given, made = DataType(cast.value.dtype), DataType(cast.dtype)
     return cast.dtype.startswith(("int", "uint")) and given.bits < made.bits
+
+
+def may_wrap(expr: tirx.PrimExpr, analyzer: Prover) -> bool:
+    """Whether a number may leave its type and begin anew there, which `const_int_bound` does not look at: of narrow
+    types and those without a sign. (In others that is not defined.)"""
+    if not expr.dtype.startswith(("int", "uint")) or expr.dtype in ("int32", "int64"):
+        return False
+    bound = analyzer.const_int_bound(expr)
+    return bool(bound.min_value < extreme(expr.dtype, -1) or bound.max_value > extreme(expr.dtype, 1))

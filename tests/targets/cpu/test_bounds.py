@@ -1,9 +1,11 @@
-"""Divisions of indices that are the same all along a block leave it; nothing else is touched."""
+"""Divisions of indices that are the same all along a block leave it, and conditions what always holds; nothing else is
+touched."""
 
 import tilelang.language as T
 import torch
 from tvm import tirx
 
+import mesh_tensor as mt
 from mesh_tensor.targets.cpu.exprs import Bounds
 from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 from mesh_tensor.tir.nodes import nodes
@@ -63,3 +65,17 @@ def test_nan_beside_a_division():
     x[5] = torch.nan
     compile_for_cpu(kernel)(x, y)
     torch.testing.assert_close(y, torch.where(x < 0, 2.0, 1.0))
+
+
+def test_a_condition_whose_numbers_begin_anew():
+    """Of 8 bits, what 40 is added to may be less than 40."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((250,), "float32"), out: T.Tensor((250,), "float32")):
+        with T.Kernel(1, threads=32):
+            for j in T.Parallel(250):
+                out[j] = T.if_then_else(T.cast(j, "uint8") + T.uint8(40) >= T.uint8(40), A[j], 0.0)
+
+    a = torch.rand(250) + 1
+    result = mt.compile(mt.annotate(kernel, {"x": 2}, {"A": {"x": 0}, "out": {"x": 0}}), target="c")(a)
+    torch.testing.assert_close(result, torch.where(torch.arange(250) < 216, a, 0.0))
