@@ -12,7 +12,7 @@ from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import Access, Statement
 from mesh_tensor.tir.effects import thread_indices
 from mesh_tensor.tir.nodes import DIVISIONS, loads, nodes
-from mesh_tensor.tir.prover import Prover, has_narrow_casts
+from mesh_tensor.tir.prover import Prover
 
 from .splits import Shrink, Split
 
@@ -143,8 +143,6 @@ class ValueRewriter:
 
     def _on_all_devices(self, condition: tirx.PrimExpr) -> bool:
         """Whether it holds for all values of the loops' variables and the devices' coordinates."""
-        if has_narrow_casts(condition):
-            return False
         if self._ranges is None:
             self._ranges = Prover()
             for split in self.splits.values():

@@ -8,6 +8,7 @@ from tvm import arith, ir, tirx
 
 from .effects import op_name, thread_indices
 from .nodes import is_const, loads
+from .prover import Prover
 
 _STRENGTHS = (arith.ProofStrength.DEFAULT, arith.ProofStrength.SYMBOLIC_BOUND)
 
@@ -29,7 +30,7 @@ class _Walk:
     def __init__(self, func: tirx.PrimFunc, unchecked: frozenset[tuple[str, int]], below: Mapping[tirx.Var, int]):
         self.params = set(func.buffer_map.values())
         self.unchecked = unchecked
-        self.analyzer = arith.Analyzer()
+        self.analyzer = Prover()
         for var, count in below.items():
             self.analyzer.bind(var, ir.Range(0, count))
         self.problems: list[str] = []

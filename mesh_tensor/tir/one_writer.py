@@ -18,6 +18,7 @@ from .differing import deciding, depends, differing
 from .effects import op_name
 from .linear import vars_of
 from .nodes import loads, nodes, same_expression
+from .prover import Prover
 from .rewrite import number
 
 #: Where a device stands: the coordinates that a local kernel takes.
@@ -127,7 +128,7 @@ def _is_of_one(here: tirx.PrimExpr, devices: Sequence[_At]) -> bool:
         tirx.stmt_functor.substitute(condition, {var: tirx.IntImm(var.dtype, place) for var, place in at.items()})
         for at in devices
     ]
-    analyzer, anywhere = arith.Analyzer(), on[0]
+    analyzer, anywhere = Prover(), on[0]
     for other in on[1:]:
         anywhere = tirx.Or(anywhere, other)
     apart = (tirx.Not(tirx.And(one, other)) for n, one in enumerate(on) for other in on[:n])

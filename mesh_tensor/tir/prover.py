@@ -8,12 +8,16 @@ from contextlib import contextmanager
 from itertools import cycle
 from typing import Any
 
-from tvm import arith, ir, tirx
+from tvm import DataType, arith, ir, tirx
+
+from mesh_tensor.base.dtypes import extreme
 
 from .nodes import DIVISIONS, is_const, nodes, same_expression
 
 _VALUES = (17, 13, 11, 19)  # no multiples of each other, and so small that what sizes are made of is no overflow
 _NUMBERS = (int, tirx.IntImm)
+_WIDE = ("int32", "int64")
+_ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Call)
 _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 _PARTIAL = (*DIVISIONS, tirx.Call, tirx.Cast)  # what TVM can't simplify for all numbers
 _Example = dict[tirx.Var, tirx.PrimExpr]
@@ -31,7 +35,7 @@ class Prover(arith.Analyzer):
     def can_prove(self, expr: Any, *args: Any) -> bool:
         """Whether it can be proved that a condition holds for all values in the ranges."""
         refuted = any(is_const(self._at(expr, example), 0) for example in self._examples(expr))
-        return not refuted and bool(super().can_prove(expr, *args))
+        return not refuted and bool(super().can_prove(expr, *args)) and not begins_anew(expr, self)
 
     def can_prove_equal(self, lhs: Any, rhs: Any) -> bool:
         """Whether it can be proved that they are equal for all values in the ranges."""
@@ -129,7 +133,24 @@ def _are_whole(*exprs: Any) -> bool:
     return all(isinstance(expr, int) or getattr(expr, "dtype", "").startswith("int") for expr in exprs)
 
 
-def has_narrow_casts(expr: tirx.PrimExpr) -> bool:
-    """Whether numbers may leave a narrow type, or one without a sign, and begin anew: proofs don't see that."""
-    casts = (cast.dtype for cast in nodes(expr, tirx.Cast))
-    return any(dtype.startswith(("int", "uint")) and dtype not in ("int32", "int64") for dtype in casts)
+def begins_anew(expr: Any, analyzer: arith.Analyzer) -> bool:
+    """Whether numbers in an expression may leave a narrow type, or one without a sign, and begin anew there: bounds,
+    and proofs that rest on them, don't look at that. (In int32 and int64 it is not defined.)"""
+    casts = [cast for cast in nodes(expr, tirx.Cast) if cast.dtype.startswith(("int", "uint"))]
+    narrow = [cast for cast in casts if cast.dtype not in (*_WIDE, cast.value.dtype)]
+    if not all(map(is_wider, narrow)):
+        return True
+    return any(_may_wrap(node, analyzer) for node in nodes(expr, *_ARITHMETIC))
+
+
+def is_wider(cast: tirx.Cast) -> bool:
+    """Whether all that is cast has a place in the type that it is cast to."""
+    given, made = DataType(cast.value.dtype), DataType(cast.dtype)
+    return cast.dtype.startswith(("int", "uint")) and given.bits < made.bits
+
+
+def _may_wrap(expr: tirx.PrimExpr, analyzer: arith.Analyzer) -> bool:
+    if not expr.dtype.startswith(("int", "uint")) or expr.dtype in _WIDE:
+        return False
+    bound = analyzer.const_int_bound(expr)
+    return bool(bound.min_value < extreme(expr.dtype, -1) or bound.max_value > extreme(expr.dtype, 1))

@@ -221,3 +221,21 @@ def test_a_condition_whose_numbers_begin_anew():
     annotated = mt.annotate(kernel, {"x": 3}, {"A": {"x": 0}, "out": {"x": 0}})
     result = mt.compile(annotated, target="interpret", poison=True)(a, torch.zeros(250))
     torch.testing.assert_close(result, torch.where(torch.arange(250) < 216, a, 0.0))
+
+
+@pytest.mark.parametrize("target", ["interpret", "c"])
+def test_loaded_numbers_that_begin_anew(target):
+    """200 more than what is loaded may be less than 10."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((50,), "float32"), ids: T.Tensor((50,), "uint8"), out: T.Tensor((50,), "float32")):
+        with T.Kernel(T.ceildiv(50, 16), threads=32) as bx:
+            for j in T.Parallel(16):
+                if bx * 16 + j < 50 and ids[bx * 16 + j] + T.uint8(200) >= T.uint8(200):
+                    out[bx * 16 + j] = A[bx * 16 + j]
+
+    a, ids = torch.rand(50) + 1, torch.randint(0, 256, (50,), dtype=torch.uint8)
+    annotated = mt.annotate(kernel, {"x": 3}, {"A": {"x": 0}, "ids": {"x": 0}, "out": {"x": 0}})
+    result = mt.compile(annotated, target=target, poison=target == "interpret")(a, ids, torch.zeros(50))
+    assert 0 < int((ids < 56).sum()) < 50
+    torch.testing.assert_close(result, torch.where(ids < 56, a, 0.0))

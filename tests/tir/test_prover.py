@@ -1,4 +1,4 @@
-"""Equalities that an example refutes: what is proved is what TVM's analyzer proves."""
+"""What is proved is what TVM's analyzer proves, but for numbers that leave their types; an example refutes first."""
 
 import random
 
@@ -156,3 +156,18 @@ def test_the_end_of_a_range_refutes():
     assert not prover.can_prove(i < 15)
     assert prover.can_prove(i < 16)
     assert not prover.can_prove_equal(tirx.floordiv(i, 8), 0)
+
+
+def test_numbers_that_begin_anew():
+    """TVM takes a sum of 8 bits for what it is in more bits; what stays within its type is proved."""
+    prover, loaded = Prover(), tirx.Var("loaded", "uint8")
+    prover.bind(j, ir.Range(0, 300))
+    prover.bind(i, ir.Range(0, 48))
+    beyond = loaded + tirx.IntImm("uint8", 200) >= tirx.IntImm("uint8", 200)
+    cast = tirx.Cast("int32", tirx.Cast("uint8", j))
+    assert arith.Analyzer().can_prove(beyond)
+    assert not prover.can_prove(beyond)
+    assert not prover.can_prove(tirx.Cast("uint8", j) - tirx.IntImm("uint8", 1) < tirx.IntImm("uint8", 255))
+    assert not prover.can_prove(cast - j <= 0)  # it is so; a narrow cast says nothing
+    assert prover.can_prove(tirx.Cast("int32", loaded) + i < 303)
+    assert prover.can_prove(tirx.floordiv(loaded, tirx.IntImm("uint8", 2)) < tirx.IntImm("uint8", 128))

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tvm import DataType, ir, tirx
+from tvm import ir, tirx
 
-from mesh_tensor.base.dtypes import extreme
 from mesh_tensor.base.window import EVERYWHERE, Reach, Reaches
 from mesh_tensor.tir.linear import loop_ranges
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.prover import Prover
+from mesh_tensor.tir.prover import Prover, begins_anew, is_wider
 
 from .statements import Access, Kernel, Statement
 
@@ -50,7 +49,7 @@ class FixedWindows:
         if any(cast.dtype != cast.value.dtype and not is_wider(cast) for cast in nodes(index, tirx.Cast)):
             return None  # it may begin anew
         analyzer = self._analyzer(statement)
-        if any(may_wrap(node, analyzer) for node in nodes(index, tirx.PrimExpr)):
+        if begins_anew(index, analyzer):
             return None
         bound = analyzer.const_int_bound(index)
         low, high = bound.min_value, bound.max_value
@@ -71,18 +70,3 @@ class FixedWindows:
             if loop.kind == "tile":
                 self._known.bind(loop.var, ir.Range(0, loop.extent), True)
         return self._known
-
-
-def is_wider(cast: tirx.Cast) -> bool:
-    """Whether all that is cast has a place in the type that it is cast to."""
-    given, made = DataType(cast.value.dtype), DataType(cast.dtype)
-    return cast.dtype.startswith(("int", "uint")) and given.bits < made.bits
-
-
-def may_wrap(expr: tirx.PrimExpr, analyzer: Prover) -> bool:
-    """Whether a number may leave its type and begin anew there, which `const_int_bound` does not look at: of narrow
-    types and those without a sign. (In others that is not defined.)"""
-    if not expr.dtype.startswith(("int", "uint")) or expr.dtype in ("int32", "int64"):
-        return False
-    bound = analyzer.const_int_bound(expr)
-    return bool(bound.min_value < extreme(expr.dtype, -1) or bound.max_value > extreme(expr.dtype, 1))

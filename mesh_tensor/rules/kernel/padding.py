@@ -18,14 +18,11 @@ from mesh_tensor.base.reductions import neutral, reduction
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import chosen
 from mesh_tensor.tir.linear import Linear, as_expr
-from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.prover import Prover, has_narrow_casts
 from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_position import with_bounds
 
 from .coordinates import Coordinates
 from .factors import Factor, goes_beyond
-from .fixed_windows import is_wider, may_wrap
 from .live_ranges import LiveRange
 from .reaching import Reaching
 from .statements import Access, Kernel, Statement
@@ -132,8 +129,6 @@ def content_past_the_end(live_range: LiveRange, kernel: Kernel, coordinates: Coo
 
 def is_inside(condition: tirx.PrimExpr, coordinates: list[tuple[Linear, tirx.PrimExpr]], kernel: Kernel) -> bool:
     """Whether the condition certainly holds at coordinates that lie inside their dims: a bounds test."""
-    if has_narrow_casts(condition):
-        return False
     inside: tirx.PrimExpr = tirx.const(True, "bool")
     for form, size in coordinates:
         inside = tirx.And(inside, tirx.And(as_expr(form) < size, as_expr(form) >= 0))
@@ -288,17 +283,10 @@ class Padding:
     def _truth(self, condition: tirx.PrimExpr, place: _Place) -> bool | None:
         """The condition's value past the end, if that is known."""
         analyzer = self.kernel.analyzer
-        if not self.past_the_end or _begins_anew(condition, analyzer):
+        if not self.past_the_end:
             return None
         condition, bounds = with_bounds(condition)
         with analyzer.constraint_scope(functools.reduce(tirx.And, bounds, as_expr(place.form) >= self.factor.size)):
             if analyzer.can_prove(condition):
                 return True
             return False if analyzer.can_prove(tirx.Not(condition)) else None
-
-
-def _begins_anew(condition: tirx.PrimExpr, analyzer: Prover) -> bool:
-    """Whether numbers in a condition may leave a narrow type, or one without a sign: proofs don't look at that."""
-    casts = [cast for cast in nodes(condition, tirx.Cast) if cast.dtype.startswith(("int", "uint"))]
-    narrow = [cast for cast in casts if cast.dtype not in ("int32", "int64", cast.value.dtype)]
-    return not all(map(is_wider, narrow)) or any(may_wrap(node, analyzer) for node in nodes(condition, tirx.PrimExpr))

@@ -12,7 +12,7 @@ from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.effects import INTRINSICS
 from mesh_tensor.tir.nodes import is_const, nodes
-from mesh_tensor.tir.prover import has_narrow_casts
+from mesh_tensor.tir.prover import begins_anew
 from mesh_tensor.tir.rewrite import sequence, statements
 from mesh_tensor.tir.user_reports import report_of
 
@@ -232,9 +232,8 @@ class Bounds:
 
     def proves(self, condition: tirx.PrimExpr) -> bool:
         """Whether `condition` always holds."""
-        if has_narrow_casts(condition):
-            return False
-        return any(self._analyzer.can_prove(condition, strength) for strength in _STRENGTHS)
+        proven = any(self._analyzer.can_prove(condition, strength) for strength in _STRENGTHS)
+        return proven and not begins_anew(condition, self._analyzer)
 
     def open_part(self, condition: tirx.PrimExpr) -> tirx.PrimExpr | None:
         """What of a condition on indices is left once what always holds is known; None if nothing is."""
