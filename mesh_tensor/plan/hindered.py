@@ -50,6 +50,7 @@ class Hindrances:
             ahead: set[str | None] = set()
             for value, factors in zip(node.outputs, rule.outputs, strict=True):
                 ahead.update(factor for position, factor in enumerate(factors) if (value, position) in found)
+            ahead.difference_update(rule.fixed.values())
             for value, factors in zip(node.inputs, rule.followed, strict=True):
                 for position, factor in enumerate(factors):
                     if factor is None or factor in ahead:
