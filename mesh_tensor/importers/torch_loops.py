@@ -67,7 +67,7 @@ def _scanned(node: torch.fx.Node, importer: Any, body: Any, first: Exprs, elemen
     return (*fields[:states], *(None if row is None else next(stacked) for row in rows))  # type: ignore[return-value]
 
 
-def while_loop(node: torch.fx.Node, importer: Any) -> relax.Expr:
+def while_loop(node: torch.fx.Node, importer: Any) -> tuple[relax.Expr, ...]:
     """What is carried, once the condition does not hold."""
     test, body, first, more = [_values(importer, arg) for arg in node.args]
 
@@ -79,10 +79,10 @@ def while_loop(node: torch.fx.Node, importer: Any) -> relax.Expr:
         return _translated(importer, body, given)
 
     call = _looped(importer, node.name, first, more, goes_on, step)
-    return tuple(emit(importer, relax.TupleGetItem(call, number)) for number in range(len(first)))  # type: ignore
+    return _fields(importer, call)
 
 
-def cond(node: torch.fx.Node, importer: Any) -> relax.Expr:
+def cond(node: torch.fx.Node, importer: Any) -> tuple[relax.Expr, ...]:
     """What one of two graphs gives, of the same: a function of one choice."""
     holds, *graphs, given = [_values(importer, arg) for arg in node.args]
     holds = emit(importer, relax.op.reshape(holds, ()))
@@ -100,12 +100,14 @@ def cond(node: torch.fx.Node, importer: Any) -> relax.Expr:
         return importer.block_builder.emit(relax.If(first, *[branch(graph, rest) for graph in graphs]))
 
     called = importer.functions.add_func(_function(importer, node.name, [holds, *values], written), node.name)
-    call = importer.block_builder.emit(relax.Call(called, [holds, *values]))
-    count = len(call.struct_info.fields)
-    return tuple(emit(importer, relax.TupleGetItem(call, number)) for number in range(count))  # type: ignore
+    return _fields(importer, importer.block_builder.emit(relax.Call(called, [holds, *values])))
 
 
-LOOPS: dict[str, Callable[[torch.fx.Node, Any], relax.Expr]] = {
+def _fields(importer: Any, call: relax.Var) -> tuple[relax.Expr, ...]:
+    return tuple([emit(importer, relax.TupleGetItem(call, n)) for n in range(len(call.struct_info.fields))])
+
+
+LOOPS: dict[str, Callable[[torch.fx.Node, Any], Any]] = {
     "cond": cond,
     "map_impl": mapped,
     "scan": scan,

@@ -205,7 +205,9 @@ class Bindings:
                 why="both are computed, and one is taken: results have one shape and one dtype",
                 fix="give tensors of one shape and dtype in both",
             )
-        return self._where(cond, then, other, name)
+        made = self._where(cond, then, other, name)
+        self._reader.note(self._function, name, made)
+        return made
 
     def _where(self, cond: Value, then: Value, other: Value, name: str) -> Value:
         operands = [cond, then, other]

@@ -5,6 +5,8 @@ import torch
 from tvm import relax
 
 import mesh_tensor as mt
+from mesh_tensor.annotations.module_annotations import Annotation
+from mesh_tensor.plan.reader import read_graph
 
 op = relax.op
 
@@ -50,3 +52,14 @@ def test_branches_of_two_shapes_are_refused():
 def test_several_bools_choose_nothing():
     with pytest.raises(mt.MeshTensorError, match="what chooses between branches is c: bool"):
         mt.distribute_module(choosing(grown, grown, cond=(1,)), {"d": 2}, {})
+
+
+def test_what_is_stated_of_a_choice():
+    """By its name, as in the types of TVM's own annotations, which no call follows."""
+    mod, mesh = choosing(grown, grown), mt.Mesh({"d": 2})
+    chosen = mod["main"].body.blocks[0].bindings[-1].var.name_hint
+    stated = Annotation(mt.Sharding.of(mesh, 2, {"d": mt.Shard(1)}))
+    graph = read_graph(mod, "main", mesh, {("main", chosen): stated})
+    ((value, found),) = graph.annotations.items()
+    assert value is graph.result
+    assert found is stated
