@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from .torch_bags import bag_size
 from .torch_functions import FUNCTIONS, GRAPHS, INLINED, graph_of, is_constant, number_in, number_of, with_numbers
 from .torch_general import stays
 from .torch_pieces import OWN_DECOMPOSITIONS
@@ -214,8 +215,7 @@ class _Decomposition:
 
     def _taken_apart(self, node: torch.fx.Node) -> torch.fx.Graph | None:
         """The operators that one is made of, or None; of alike ones found once."""
-        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        leaves = [(graph_of(leaf) or leaf) if isinstance(leaf, torch.fx.Node) else leaf for leaf in leaves]
+        leaves, spec = _leaves_of(node)
         types = tuple(
             _type(leaf.meta["val"]) if isinstance(leaf, torch.fx.Node) else (type(leaf), leaf) for leaf in leaves
         )
@@ -262,8 +262,7 @@ class _Decomposition:
 
     def _inlined(self, graph: torch.fx.Graph, inner: torch.fx.Graph, node: torch.fx.Node, place: dict[Any, Any]) -> Any:
         """What the operators that a node is made of give, in the graph."""
-        leaves = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, torch.fx.Node)]
-        operands = iter([place[leaf] for leaf in leaves if graph_of(leaf) is None])
+        operands = iter([place[leaf] for leaf in _leaves_of(node)[0] if isinstance(leaf, torch.fx.Node)])
         mine: dict[Any, Any] = {}
         for step in inner.nodes:
             if step.op == "placeholder":
@@ -275,6 +274,18 @@ class _Decomposition:
                 if not isinstance(step.meta.get("val"), torch.SymInt):
                     mine[step].meta = {**node.meta, **step.meta}
         raise AssertionError("a graph without an output")
+
+
+def _leaves_of(node: torch.fx.Node) -> tuple[list[Any], pytree.TreeSpec]:
+    """What a call is given: values, numbers and graphs."""
+    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+    return [_known(leaf, node) if isinstance(leaf, torch.fx.Node) else leaf for leaf in leaves], spec
+
+
+def _known(operand: torch.fx.Node, of: torch.fx.Node) -> Any:
+    """What is known of an operand, or else the operand."""
+    size = bag_size(operand, of)
+    return size if size is not None else graph_of(operand) or operand
 
 
 def _tensors_of(node: torch.fx.Node) -> Iterator[Any]:

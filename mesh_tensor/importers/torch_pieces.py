@@ -12,6 +12,8 @@ from torch._decomp.decompositions import index_add, index_copy, one_layer_lstm
 
 from mesh_tensor.targets.dtypes import wide
 
+from .torch_bags import BAGS
+
 Tensor = torch.Tensor
 _aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -144,4 +146,5 @@ OWN_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_vector_norm.default: _vector_norm,
     _aten.std.correction: _deviation,
     _aten.var_mean.correction: _variance_and_mean,
+    **BAGS,
 }
