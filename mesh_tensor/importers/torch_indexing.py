@@ -12,6 +12,7 @@ from tvm import relax
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
+from mesh_tensor.tir.nodes import is_const
 
 from .torch_args import arguments, emit, in_result_dtype, result_dtype
 
@@ -33,11 +34,9 @@ def index_put(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """x with other values at [:, i, j]; with `accumulate`, with values added there."""
     x, indices, values, accumulate = arguments(node, importer, 3, accumulate=False)
     places = [dim for dim, found in enumerate(indices) if found is not None]
-    new: Any = node.args[2]
-    if len(places) == 1 and new.meta["val"].numel() == 1:
-        mask = _value(importer, indices[places[0]])
-        if mask.struct_info.dtype == "bool":
-            return _masked(importer, x, mask, places[0], values, accumulate)
+    mask = _value(importer, indices[places[0]]) if len(places) == 1 else None
+    if mask is not None and mask.struct_info.dtype == "bool":
+        return _masked(importer, x, mask, places[0], values, accumulate)
     _check(importer, indices)
     order, back, shape = _order(x, places, importer, indices)
     rest = [x.struct_info.shape[dim] for dim in order[len(places) :]]
@@ -52,13 +51,23 @@ def index_put(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 
 def _masked(
-    importer: Any, x: relax.Expr, mask: relax.Expr, first: int, value: relax.Expr, accumulate: bool
+    importer: Any, x: relax.Expr, mask: relax.Expr, first: int, values: relax.Expr, accumulate: bool
 ) -> relax.Expr:
-    """x with one value wherever the mask, of the dims from `first` on, is true; or with it added there."""
-    after = len(x.struct_info.shape) - first - len(mask.struct_info.shape)
+    """x with values wherever the mask, of the dims from `first` on, is true; or with them added there. They are the
+    same for all these places: else data would say which belongs to which."""
+    masked = len(mask.struct_info.shape)
+    after = len(x.struct_info.shape) - first - masked
+    shape = list(values.struct_info.shape)
+    split = max(len(shape) - after, 0)
+    before, rest = shape[:split], shape[split:]
+    if before and not is_const(before[-1], 1):
+        refuse(
+            "an index of bool, with a value for each place", fix="use torch.where, or indices that are whole numbers"
+        )
     lanes = emit(importer, relax.op.reshape(mask, [*mask.struct_info.shape, *[1] * after])) if after else mask
-    value = emit(importer, relax.op.reshape(value, ()))
-    new = emit(importer, relax.op.add(x, value)) if accumulate else value
+    if before:
+        values = emit(importer, relax.op.reshape(values, [*before[:-1], *[1] * masked, *rest]))
+    new = emit(importer, relax.op.add(x, values)) if accumulate else values
     return emit(importer, relax.op.where(lanes, new, x))
 
 

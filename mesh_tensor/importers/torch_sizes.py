@@ -4,7 +4,7 @@ others tensors in float64. See torch_ops for what each function takes."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -138,6 +138,16 @@ def filled(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A tensor of one number everywhere, which a size may say."""
     sizes, value = arguments(node, importer, 2)
     shape = [importer.env[size] if isinstance(size, torch.fx.Node) else size for size in sizes]
+    return _full(node, importer, shape, value)
+
+
+def filled_like(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """The same, of another one's sizes. (TVM's importer has numbers with fractions in float32.)"""
+    x, value = arguments(node, importer, 2)
+    return _full(node, importer, list(x.struct_info.shape), value)
+
+
+def _full(node: torch.fx.Node, importer: Any, shape: Sequence[Any], value: Any) -> relax.Expr:
     if not isinstance(value, (relax.Expr, tirx.PrimExpr)):
         dtype = result_dtype(node)
         return emit(importer, relax.op.full(shape, relax.const(value, dtype), dtype))
@@ -229,6 +239,7 @@ SIZES: dict[str, Convert] = {
     "add": _computed(operator.add, _op.add),
     "floordiv": _computed(operator.floordiv, _op.floor_divide),
     "full.default": filled,
+    "full_like.default": filled_like,
     "mod": _computed(operator.mod, _op.floor_mod),
     "mul": _computed(operator.mul, _op.multiply),
     "neg": _computed(operator.neg, _op.negative),
