@@ -246,6 +246,15 @@ def test_lookups_read_the_rows_that_they_give():
     assert (step.flops, step.nbytes) == (4 * 8, 4 * 8 * 4 * 2 + 4 * 8)
 
 
+def test_lookups_in_a_split_table_read_no_more_of_it():
+    embedding = torch.nn.Embedding(4096, 16)
+    places = torch.randint(4096, (8,))
+    imported = mt.from_torch(torch.export.export(embedding, (places,)))
+    run = mt.distribute_module(imported, {"x": 2}, {"weight": {"x": 0}})
+    made = mt.simulate(run, FAST)
+    assert made.computing == pytest.approx((8 * 8 + 2 * 4 * 8 * 16) / 1e11)
+
+
 def test_gradients_of_operators_are_priced_by_their_operator():
     """Two gradients with operands and results of the same shapes, one after the other."""
 

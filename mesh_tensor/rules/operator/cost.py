@@ -22,12 +22,12 @@ _CLASSES = {
     " split aten.diagonal.default aten.unfold.default wrap_param mesh.per_device mesh.all_devices mesh.of_device",
     "move": "concat stack repeat tile flip nn.pad nn.pixel_shuffle meshgrid slice_scatter take gather_elements"
     " gather_nd index_tensor scatter_nd scatter_elements index_put one_hot aten.roll.default mesh.joined_parts"
-    " mesh.local_join mesh.local_scatter",
+    " mesh.local_gather mesh.local_join mesh.local_scatter mesh.local_take",
     "reduce": "sum mean max min prod variance std argmax argmin cumsum cumprod nn.softmax nn.log_softmax"
     " nn.layer_norm nn.rms_norm nn.group_norm nn.instance_norm nn.cross_entropy_with_logits nn.nll_loss collapse_sum_to"
     " collapse_sum_like",
 }
-_LOOKUPS = ("take", "gather_elements", "gather_nd")
+_LOOKUPS = ("take", "gather_elements", "gather_nd", "mesh.local_take", "mesh.local_gather")
 _CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
 _CLASS_OF |= dict.fromkeys((LINEAR, MATMUL_ADD, GROUPED, LOOKED_UP), "product")
 _CLASS_OF |= dict.fromkeys((SOFTMAX_GRADIENT, LOG_SOFTMAX_BACKWARD), "reduce")
@@ -54,7 +54,7 @@ def count_flops(call: OpCall) -> int:
         return 2 * call.outputs[0].elements * weight.elements // max(1, weight.shape[0])
     if call.name.startswith("nn.attention"):
         return 4 * _scores(call) * call.inputs[0].shape[-1]
-    counted = call.outputs if call.name in _LOOKUPS else (*call.inputs, *call.outputs)
+    counted = call.outputs if call.operator in _LOOKUPS else (*call.inputs, *call.outputs)
     return max((math.prod(tensor.shape) for tensor in counted), default=0)
 
 
@@ -92,7 +92,7 @@ def touched_bytes(call: OpCall) -> int:
 def read_bytes(call: OpCall) -> list[int]:
     """The bytes that it reads of each operand: of a table that rows are looked up in, no more than it gives."""
     sizes = [_nbytes(tensor) for tensor in call.inputs]
-    if call.name in _LOOKUPS:
+    if call.operator in _LOOKUPS:
         sizes[0] = min(sizes[0], sum(map(_nbytes, call.outputs)))
     return sizes
 
