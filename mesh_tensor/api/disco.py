@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from tvm import ir
 
 from mesh_tensor.base.errors import refuse
@@ -16,6 +15,7 @@ from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.disco import DiscoSession
 from mesh_tensor.runtime.disco.disco_module import WORKER_FUNC, export, to_disco_module
+from mesh_tensor.targets.dtypes import is_plain
 
 from .mesh_module import MeshModule
 from .module_ports import ports_of
@@ -62,7 +62,7 @@ class DiscoModule:
             MeshTensorError: the tensors do not fit, TVM can't build the module, or a worker fails.
         """
         tensors, plan = self._module.bind(*args, **named)
-        wrong = [name for name, tensor in tensors.items() if not _is_plain(tensor)]
+        wrong = [name for name, tensor in tensors.items() if not is_plain(tensor)]
         if wrong:
             refuse(
                 [f"argument {name!r} is a {type(tensors[name]).__name__}" for name in wrong],
@@ -125,10 +125,6 @@ def run_on_disco(module: MeshModule, *args: Any, threads: bool = False, timeout:
 def _check(module: Any, caller: str) -> None:
     if not isinstance(module, MeshModule):
         refuse(f"{caller} takes a MeshModule, not {type(module).__name__}", fix="make one: mt.distribute_module")
-
-
-def _is_plain(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _paths(tree: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], str]]:

@@ -18,7 +18,7 @@ from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.rules.operator.dropout import without_dropout
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.sequential import run_sequential
-from mesh_tensor.targets.dtypes import torch_dtype
+from mesh_tensor.targets.dtypes import as_floats, torch_dtype
 
 from .training_import import ImportedLoss, Tensors, WithLoss, buffers_kept, loss_of
 
@@ -67,10 +67,11 @@ def check_gradients(model: nn.Module, found: ImportedLoss, inputs: Tensors, trai
 
 
 def _largest(tensor: torch.Tensor, other: torch.Tensor | None = None) -> float:
-    """The largest absolute value, or difference."""
+    """The largest absolute value, or difference; of complex numbers, of either part."""
     if not tensor.numel():
         return 0.0
-    return float((tensor.double() if other is None else tensor.double() - other.double()).abs().max())
+    mine = as_floats(tensor).double()
+    return float((mine if other is None else mine - as_floats(other).double()).abs().max())
 
 
 @undisturbed
@@ -91,8 +92,7 @@ def check_loss(
             mod = without_dropout(mod, "main")
         else:
             expected = model(*inputs) if loss is None else loss(model(*inputs[:-1]), inputs[-1])
-    params = mod["main"].params
-    given = {p.name_hint: tensor for p, tensor in zip(params, inputs, strict=False)} | dict(state)
+    params, given = mod["main"].params, _named(mod, inputs) | dict(state)
     given |= {
         p.name_hint: torch.ones([int(size) for size in p.struct_info.shape], dtype=torch_dtype(p.struct_info.dtype))
         for p in params
@@ -111,7 +111,7 @@ def check_loss(
 
 def _named(mod: Any, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     params = mod["main"].params
-    return {param.name_hint: tensor for param, tensor in zip(params, inputs, strict=False)}
+    return {param.name_hint: as_floats(tensor) for param, tensor in zip(params, inputs, strict=False)}
 
 
 def _rounded(

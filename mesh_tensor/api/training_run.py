@@ -18,6 +18,7 @@ from mesh_tensor.runtime.backend import Leave, finishing
 from mesh_tensor.runtime.elementwise import not_finite, within
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
+from mesh_tensor.targets.dtypes import as_floats
 
 from .module_launch import parts_of
 from .training import TrainingStep
@@ -67,6 +68,7 @@ class TrainingRun:
                 fix="pass the batch's tensors in order, or by name",
             )
         self._check_there()
+        batch, named = [as_floats(tensor) for tensor in batch], {n: as_floats(t) for n, t in named.items()}
         self._check_mesh({**dict(zip(wanted, batch, strict=False)), **named})
         free = [name for name in wanted if name not in named]
         tensors = {**dict(zip(free, batch, strict=True)), **named, NUMBERS_NAME: self._step.numbers(self.steps)}

@@ -16,6 +16,7 @@ from tvm import ir
 
 from mesh_tensor.annotations.names import Fresh, flat_arguments
 from mesh_tensor.base.errors import listing, refuse, shown
+from mesh_tensor.targets.dtypes import as_floats, is_plain
 
 from .constants import Constants
 
@@ -122,12 +123,14 @@ def _tolerance(dtype: torch.dtype) -> float:
 @dataclass(frozen=True, eq=False)
 class CallForm:
     """A model was recorded with arguments of the structure `inputs` (positional ones, and those by name), and gave the
-    structure `results`. Of their leaves, in order, those that are no tensors are constants: number -> value."""
+    structure `results`. Of their leaves, in order, those that are no tensors are constants: number -> value.
+    `complex_results`: the numbers of those that are pairs of floats in the module."""
 
     inputs: pytree.TreeSpec
     results: pytree.TreeSpec
     given: Mapping[int, Any]
     made: Mapping[int, Any]
+    complex_results: frozenset[int] = frozenset()
 
     def is_other(self, name: str) -> bool:
         """Whether the model was not recorded with an argument of that name."""
@@ -176,25 +179,34 @@ class CallForm:
 
     def result(self, tensors: Sequence[Any]) -> Any:
         """The results, in the model's structure."""
-        if self.results.is_leaf() and not self.made:
+        if self.results.is_leaf() and not self.made and not self.complex_results:
             (result,) = tensors
             return result
         rest = iter(tensors)
-        count = self.results.num_leaves
-        return self.results.unflatten(
-            [self.made[number] if number in self.made else next(rest) for number in range(count)]
-        )
+        leaves = [self.made[n] if n in self.made else next(rest) for n in range(self.results.num_leaves)]
+        for number in self.complex_results:
+            if is_plain(leaves[number]):  # of others, parts are on other devices
+                leaves[number] = torch.view_as_complex(leaves[number].contiguous())
+        return self.results.unflatten(leaves)
 
 
 def call_tensors(
     form: CallForm | None, args: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The tensors of a call, in order, and by parameter: those of arguments that the model was not recorded with."""
+    """The tensors of a call, in order, and by parameter: those of arguments that the model was not recorded with.
+    Complex ones are pairs of floats, as modules have them."""
+    made, passed = _call_tensors(form, args, named)
+    return [as_floats(tensor) for tensor in made], {name: as_floats(tensor) for name, tensor in passed.items()}
+
+
+def _call_tensors(
+    form: CallForm | None, args: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[Iterable[Any], Mapping[str, Any]]:
     if form is None:
-        return list(flat_arguments(args)), dict(named)
+        return flat_arguments(args), named
     passed = {name: tensor for name, tensor in named.items() if form.is_other(name)}
     if passed and len(passed) == len(named) and (not args or form.in_order is not None):
-        return list(args), passed
+        return args, passed
     return form.tensors(args, {name: given for name, given in named.items() if name not in passed}), passed
 
 
@@ -204,7 +216,10 @@ def form_of(program: torch.export.ExportedProgram) -> CallForm:
     given = [spec.arg for spec in specs.input_specs if spec.kind == InputKind.USER_INPUT]
     made = [spec.arg for spec in specs.output_specs if spec.kind in (OutputKind.USER_OUTPUT, *JOINT)]
     results = pytree.tree_structure((0,) * len(made)) if is_joint(program) else spec.out_spec
-    return CallForm(spec.in_spec, results, _constants(given), _constants(made))
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    found = enumerate(values.get(leaf.name) for leaf in made)
+    are_complex = frozenset(number for number, value in found if isinstance(value, torch.Tensor) and value.is_complex())
+    return CallForm(spec.in_spec, results, _constants(given), _constants(made), are_complex)
 
 
 #: What a program of forward and backward gives: the loss, and gradients.

@@ -250,12 +250,21 @@ def _filled(node: torch.fx.Node, importer: Any) -> Pair:
     meant, values = node.meta["val"], {"empty": 0, "zeros": 0, "zeros_like": 0, "ones": 1, "ones_like": 1}
     name = str(node.target.__name__).partition(".")[0]  # type: ignore[union-attr]
     value: Any = values[name] if name in values else node.args[-1]
-    if isinstance(value, torch.fx.Node) or not all(isinstance(size, int) for size in meant.shape):
-        refuse("complex numbers as many as an open size says", fix="make them of floats, by torch.complex")
+    shape = [importer.size(size) for size in meant.shape]
+    if isinstance(value, torch.fx.Node) or None in shape:
+        refuse("complex numbers that an open size says, or as many", fix="make them of floats, by torch.complex")
     dtype, number = _dtype_of_parts(node), complex(value)
-    return Pair(
-        *(emit(importer, op.full(list(meant.shape), relax.const(n, dtype), dtype)) for n in (number.real, number.imag))
-    )
+    return Pair(*(emit(importer, op.full(shape, relax.const(n, dtype), dtype)) for n in (number.real, number.imag)))
+
+
+def _copied(node: torch.fx.Node, importer: Any) -> Pair:
+    """What another tensor's places hold once this one is copied to them."""
+    if not _holds_complex(node):
+        refuse("complex numbers as floats", why="the imaginary parts would be lost", fix="say which part is meant")
+    target, source = (pair_of(importer, value) for value in node.args[:2])
+    shape, dtype = target.real.struct_info.shape, _dtype_of_parts(node)
+    parts = (emit(importer, op.astype(part, dtype)) for part in (source.real, source.imag))
+    return Pair(*(emit(importer, op.broadcast_to(part, shape)) for part in parts))
 
 
 def _operand(node: torch.fx.Node, importer: Any, place: int) -> Any:
@@ -303,6 +312,7 @@ COMPLEX: dict[str, Convert] = {
     "clone.default": _same,
     "complex.default": _complex,
     "conj_physical.default": _conjugate,
+    "copy.default": _copied,
     "detach.default": _same,
     "div.Tensor": _quotient,
     "empty.memory_format": _filled,

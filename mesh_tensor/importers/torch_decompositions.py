@@ -245,9 +245,7 @@ class _Decomposition:
         with torch.no_grad(), modes.pop():
             try:
                 traced = make_fx(call, decomposition_table=table)(*operands)
-            except Exception:  # what torch.vmap has no rule for, of what may be taken otherwise
-                if node.target not in FUNCTIONS:
-                    raise
+            except Exception:  # such as what torch.vmap has no rule for: it may be taken otherwise
                 return None
         graph = with_numbers(traced)
         graph.eliminate_dead_code()

@@ -36,18 +36,22 @@ def results_in_float64(program: torch.export.ExportedProgram, given: Sequence[An
 
 
 def in_float64(value: Any) -> Any:
-    """A copy of a tensor of floats in float64; anything else as it is."""
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.detach().to(torch.float64, copy=True) if is_float else value
+    """A copy of a tensor of floats in float64, of complex numbers so, too; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    return value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
 
 
 class _InFloat64(torch.fx.Interpreter):
     """Takes every conversion to floats as one to float64."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map(lambda arg: torch.float64 if _is_float(arg) else arg, (args, kwargs))
+        args, kwargs = pytree.tree_map(_wide, (args, kwargs))
         return super().call_function(target, args, kwargs)
 
 
-def _is_float(arg: object) -> bool:
-    return isinstance(arg, torch.dtype) and arg.is_floating_point
+def _wide(arg: Any) -> Any:
+    """float64, or complex numbers of two, in place of a dtype of floats."""
+    if not isinstance(arg, torch.dtype) or not (arg.is_floating_point or arg.is_complex):
+        return arg
+    return torch.complex128 if arg.is_complex else torch.float64

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.runtime.sequential import run_sequential
+from mesh_tensor.targets.dtypes import as_floats
 
 from .imported import ImportedModule, form_of, refuse_differences
 from .torch_dropout import counted
@@ -29,8 +30,9 @@ def from_torch(program: torch.export.ExportedProgram, *, check: bool = True, buf
     that begins with a digit). `annotate_module` knows them by both names; it also takes the name of a submodule,
     "blocks.0.fc", for the tensor that it gives; of one that is called several times, "fc@0" is the first. Buffers are
     constants, but for those that the program writes: they come after the parameters, and their new values are the last
-    results. What goes in or out and is no tensor is left out, but `distribute_module` of what this gives knows of it. A
-    single result is no tuple.
+    results. Complex numbers are pairs of floats there, in a last dim of 2; so are weights in `params`, which share the
+    model's memory. What goes in or out and is no tensor is left out, but `distribute_module` of what this gives knows
+    of it. A single result is no tuple.
     `scaled_dot_product_attention`, `layer_norm`, `rms_norm`, `gelu` and others that Relax has stay one operator each.
     A program in which dropout is at work takes a whole number as its last input, `dropout_seed` (by name, where it has
     inputs by name, or nested ones): what is dropped follows from it and from where it stands in the whole tensor, so it
@@ -62,15 +64,15 @@ def _check(module: ImportedModule, program: torch.export.ExportedProgram) -> Non
     given = _tensors((args, kwargs))
     with torch.no_grad(), _unwritten(program, module):
         first = {name: module.params[name].clone() for name in module.state}
-        expected = [result.clone() for result in _tensors(results_of(program, args, kwargs))]
+        expected = [as_floats(result).clone() for result in _tensors(results_of(program, args, kwargs))]
         expected += [module.params[name].clone() for name in module.state]
     with torch.no_grad():
-        results = run_sequential(module.mod, [*given, *{**module.params, **first}.values()])
+        results = run_sequential(module.mod, [*map(as_floats, given), *{**module.params, **first}.values()])
     refuse_differences(
         results,
         expected,
         "torch",
-        exact=lambda: [] if module.state else results_in_float64(program, given),
+        exact=lambda: [] if module.state else [*map(as_floats, results_in_float64(program, given))],
         where="the imported program, on its example inputs",
         fix="write the model with other operators",
         computed_in={tensor.dtype for node in operators(program) for tensor in _tensors(node.meta.get("val"))},

@@ -12,6 +12,7 @@ from tvm import ir, relax
 from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
 from mesh_tensor.annotations.names import renamed_parameters
 from mesh_tensor.plan.ir import STATE_ATTR
+from mesh_tensor.targets.dtypes import as_floats
 
 from .constants import Constants, Copy
 from .imported import ImportedModule, identifiers
@@ -47,7 +48,7 @@ def named(
     every |= {weights[old]: new[same] for old, same in tied.items()}
     state = tuple(names[buffer.target] for buffer in written)
     mod.update_func(mod.get_global_var("main"), _with_attributes(func, every, state))
-    params = {names[target]: tensors[target].detach() for target in names}
+    params = {names[target]: as_floats(tensors[target].detach()) for target in names}
     parameters = {str(spec.target) for spec in specs if spec.kind == InputKind.PARAMETER}
     frozen = tuple(names[target] for target in names if target in parameters and not tensors[target].requires_grad)
     fixed = tuple(names[target] for spec in specs if is_kept_buffer(spec) and (target := str(spec.target)) in names)

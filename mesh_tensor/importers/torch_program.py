@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from tvm import ir
 
 from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.targets.dtypes import as_floats
 
 from .imported import JOINT, is_joint
 from .torch_exact import interpreted
@@ -62,7 +63,7 @@ def check_program(program: torch.export.ExportedProgram) -> None:
     if effects := _effects(program):
         refuse(effects, where="the exported program", fix="leave out what prints, or keeps objects")
     problems = [*map(_wrong_result, specs.output_specs), *map(_wrong_input, specs.input_specs)]
-    problems += [*_complex_ends(program), *_closed_sizes(program)]
+    problems += _closed_sizes(program)
     targets = {spec.target for spec in specs.input_specs}
     problems += [
         f"the constant {name!r} has no place in the graph" for name in program.constants if name not in targets
@@ -145,27 +146,8 @@ def _wrong_result(spec: OutputSpec) -> str:
     return "" if isinstance(spec.arg, (TensorArgument, ConstantArgument)) else f"the result {spec.arg} is no tensor"
 
 
-def _complex_ends(program: torch.export.ExportedProgram) -> list[str]:
-    """Inputs, parameters and results that are complex; constants may be."""
-    (output,) = program.graph.find_nodes(op="output")
-    constants = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in CONSTANTS}
-    given = [node for node in program.graph.find_nodes(op="placeholder") if node.name not in constants]
-    made = [node for node in output.args[0] if isinstance(node, torch.fx.Node)]
-    return [
-        f"the {what} {node.name!r} is complex: use torch.view_as_real, and view_as_complex in the model"
-        for what, nodes in (("input", given), ("result", made))
-        for node in nodes
-        if isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].is_complex()
-    ]
-
-
 def _has_no_memory(weight: Any) -> bool:
     return isinstance(weight, torch.Tensor) and (type(weight).__name__ == "FakeTensor" or weight.device.type == "meta")
-
-
-def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs of floats."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def is_kept_buffer(spec: InputSpec) -> bool:
@@ -175,8 +157,9 @@ def is_kept_buffer(spec: InputSpec) -> bool:
 
 class ProgramOfTensors:
     """An exported program as TVM's importer reads it: inputs that are no tensors are left out, buffers that are written
-    are parameters, whose new values come after the other results; results that are no tensors are left out. `buffers`:
-    those that are kept are parameters, too; all others are constants."""
+    are parameters, whose new values come after the other results; results that are no tensors are left out. Complex
+    numbers go in and out as pairs of floats. `buffers`: those that are kept are parameters, too; all others are
+    constants."""
 
     def __init__(self, program: torch.export.ExportedProgram, buffers: bool) -> None:
         written = written_buffers(program)
@@ -191,18 +174,22 @@ class ProgramOfTensors:
         self.graph_module, self.graph = program.graph_module, program.graph
         for node in program.graph.find_nodes(op="placeholder"):  # of loaded programs, it is missing
             if isinstance(value := node.meta.get("val"), torch.Tensor):
+                if value.is_complex():
+                    node.meta["tensor_meta"] = SimpleNamespace(shape=(*value.shape, 2), dtype=value.real.dtype)
                 node.meta.setdefault("tensor_meta", SimpleNamespace(shape=value.shape, dtype=value.dtype))
         self.graph_signature = SimpleNamespace(input_specs=specs)
         self.range_constraints = program.range_constraints
         self.state_dict = {**program.state_dict, **program.constants}
-        self.state_dict = {name: _as_floats(value) for name, value in self.state_dict.items()}
+        self.state_dict = {name: as_floats(value) for name, value in self.state_dict.items()}
         self.tensor_constants = self.state_dict
         self.constants: dict[str, torch.Tensor] = {}
         kept = [str(spec.target) for spec in specs if spec.kind in CONSTANTS]
         self._kept = {name: self.state_dict[name].detach().clone() for name in kept}  # whatever the model writes later
         (output,) = program.graph.find_nodes(op="output")
         new, given = output.args[0][: len(written)], output.args[0][len(written) :]
-        output.args = ((*(value for value in given if isinstance(value, torch.fx.Node)), *new),)
+        made = (*(value for value in given if isinstance(value, torch.fx.Node)), *new)
+        with program.graph.inserting_before(output):
+            output.args = (tuple(_of_floats(program.graph, value) for value in made),)
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What becomes constants."""
@@ -211,6 +198,16 @@ class ProgramOfTensors:
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Nothing: their values are not needed."""
         yield from ()
+
+
+def _of_floats(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:
+    """A result of floats: of complex ones, pairs."""
+    meant = value.meta.get("val")
+    if not isinstance(meant, torch.Tensor) or not meant.is_complex():
+        return value
+    made = graph.call_function(torch.ops.aten.view_as_real.default, (value,))
+    made.meta["val"] = torch.view_as_real(meant.resolve_conj())
+    return made
 
 
 def without_tied(

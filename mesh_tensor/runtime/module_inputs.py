@@ -15,7 +15,7 @@ from mesh_tensor.annotations.names import SourceNames, known, relax_function, so
 from mesh_tensor.annotations.size_conditions import size_conditions, unfulfilled
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.plan.index_checks import IndexCheck
-from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
+from mesh_tensor.targets.dtypes import as_floats, dtype_name, is_plain, torch_dtype
 
 from .ambient import fix_of, is_freed, why_not_plain
 from .ranks.dtensor import is_dtensor, local_part
@@ -108,7 +108,7 @@ class ModuleSignature:
 
     def weights(self, weights: Any, device_type: str) -> dict[str, Any]:
         """Weights by parameter, checked; they may go by the names that they had where the module comes from. They
-        are constants: parameters of torch's serve, without their gradients."""
+        are constants: parameters of torch's serve, without their gradients, and complex ones as pairs of floats."""
         if not isinstance(weights, Mapping):
             refuse(f"the weights are a {type(weights).__name__}", fix="give a dict from parameters to tensors")
         names = SourceNames(self._source_names | {param.name: param.name for param in self.params})
@@ -122,7 +122,7 @@ class ModuleSignature:
                     where=f"weights of {self.function!r}",
                     fix="give it once, or tie the model's weights",
                 )
-        named = {name: tensor.detach() if _is_recorded(tensor) else tensor for name, tensor in named.items()}
+        named = {name: as_floats(t.detach() if _is_recorded(t) else t) for name, t in named.items()}
         self.check(named, device_type, what="weights")
         return named
 
@@ -182,7 +182,7 @@ def _is_same(one: Any, other: Any) -> bool:
         parts = [local_part(tensor) for tensor in (one, other)]
         return alike and parts[0].data_ptr() == parts[1].data_ptr() and parts[0].stride() == parts[1].stride()
     one, other = (tensor.read() if hasattr(tensor, "read") else tensor for tensor in (one, other))  # from files
-    if not all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in (one, other)):
+    if not is_plain(one) or not is_plain(other):
         return False
     if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import tvm_ffi
@@ -28,6 +29,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 def wide(x: torch.Tensor) -> torch.Tensor:
     """The tensor, in float32 if it has floats of 16 bits."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def is_plain(value: object) -> bool:
+    """Whether it is a tensor of torch's own class, or a parameter: all of it is here."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def as_floats(value: Any) -> Any:
+    """A plain tensor of complex numbers as pairs of floats, its last dim, of the same memory; all else as it is."""
+    return torch.view_as_real(value.resolve_conj()) if is_plain(value) and value.is_complex() else value
 
 
 def torch_tensor(constant: tvm_ffi.Tensor) -> torch.Tensor:
