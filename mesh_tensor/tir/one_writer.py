@@ -33,7 +33,7 @@ from .effects import (
     written,
 )
 from .linear import vars_of
-from .nodes import loads, nodes, same_expression
+from .nodes import expressions, loads, nodes, same_expression, used
 from .prover import Prover
 from .rewrite import inner, number
 from .tile_position import CALLED
@@ -195,25 +195,18 @@ class _Walk:
         if isinstance(stmt, (tirx.AllocBuffer, tirx.DeclBuffer, tirx.AssertStmt)):
             return
         known = isinstance(stmt, (tirx.BufferStore, tirx.Bind, tirx.Evaluate))
-        if known and not differs and not depends(_taken(stmt), self.found):
+        if known and not differs and not depends(expressions(stmt), self.found):
             return
         self.found.update(pointers(stmt), (buffer.data for buffer in written(stmt)))
         if isinstance(stmt, tirx.Bind):
             self.found.add(stmt.var)
         leaves = isinstance(stmt, tirx.Evaluate) and (is_break(stmt) or op_name(stmt.value) in _LEAVES)
         if leaves or not known:
-            accesses = nodes(self.body, tirx.BufferLoad, tirx.BufferStore)
-            self.found.update((access.buffer.data for access in accesses), nodes(self.body, tirx.Var))
-
-
-def _taken(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
-    return [stmt.value, *(stmt.indices if isinstance(stmt, tirx.BufferStore) else ())]
+            self.found.update(used(self.body))
 
 
 def deciding(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
     """What says whether, and how often, a statement runs what it holds."""
-    if isinstance(stmt, (tirx.IfThenElse, tirx.While)):
-        return [stmt.condition]
     if isinstance(stmt, tirx.SBlockRealize):
         return [stmt.predicate]
-    return [stmt.min, stmt.extent] if isinstance(stmt, tirx.For) else []
+    return expressions(stmt) if isinstance(stmt, (tirx.IfThenElse, tirx.While, tirx.For)) else []

@@ -16,7 +16,7 @@ from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.nodes import is_const, loads, nodes
+from mesh_tensor.tir.nodes import expressions, is_const, loads, nodes
 from mesh_tensor.tir.rewrite import inner, sequence, statements, with_inner
 
 from .exprs import FLOAT_FUNCTIONS, VECTORISED, is_pure_index
@@ -62,17 +62,6 @@ def walk(stmt: tirx.Stmt) -> Iterator[tirx.Stmt]:
     yield stmt
     for child in inner(stmt):
         yield from walk(child)
-
-
-def expressions(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
-    """The expressions of a statement itself, without those of statements in it."""
-    if isinstance(stmt, tirx.BufferStore):
-        return [stmt.value, *stmt.indices]
-    if isinstance(stmt, tirx.Evaluate | tirx.Bind):
-        return [stmt.value]
-    if isinstance(stmt, tirx.For):
-        return [stmt.min, stmt.extent, *([] if stmt.step is None else [stmt.step])]
-    return [stmt.condition] if isinstance(stmt, tirx.IfThenElse | tirx.While) else []
 
 
 def uses_in(where: tirx.Stmt) -> Iterator[tirx.BufferLoad | tirx.BufferStore | tirx.Var]:

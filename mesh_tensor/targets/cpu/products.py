@@ -13,11 +13,11 @@ from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform
 
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.nodes import int_or, is_const, nodes
+from mesh_tensor.tir.nodes import expressions, int_or, is_const, nodes
 from mesh_tensor.tir.rewrite import sequence, statements, with_inner
 
 from .exprs import GEMM, const, same
-from .fuse import expressions, uses_in, walk
+from .fuse import uses_in, walk
 
 #: Where the arguments of a product's call are.
 FACTORS, RESULT = (1, 2), 3
