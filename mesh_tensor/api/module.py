@@ -105,13 +105,7 @@ def distribute_module(
                 fix="write them into the model before training_step, or load them: run.load_state_dict(...)",
             )
     step, given = (mod, _step_module(mod, mesh, shardings, priority)) if isinstance(mod, TrainingStep) else (None, mod)
-    check_module(given, "distribute_module")
-    if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
-        refuse(
-            f"the kernels are {shown(kernels)}", fix="give a dict from operators' names to functions that make kernels"
-        )
-    if donate and not isinstance(weights, MutableMapping):
-        refuse("donate takes the tensors out of `weights`", fix="pass them as a dict")
+    _check(given, kernels, weights, donate)
     if shardings and step is None:
         if mesh is None:
             refuse("shardings without a mesh", fix="pass the mesh that they are for")
@@ -136,6 +130,16 @@ def distribute_module(
         recorder=None if step else partial(RecordedModule, options=Options(target, poison=poison, plan=options)),
     )
     return made if step is None else TrainingRun(step, made)
+
+
+def _check(given: object, kernels: object, weights: object, donate: bool) -> None:
+    check_module(given, "distribute_module")
+    if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
+        refuse(
+            f"the kernels are {shown(kernels)}", fix="give a dict from operators' names to functions that make kernels"
+        )
+    if donate and not isinstance(weights, MutableMapping):
+        refuse("donate takes the tensors out of `weights`", fix="pass them as a dict")
 
 
 def _step_module(

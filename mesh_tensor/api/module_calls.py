@@ -34,10 +34,8 @@ from mesh_tensor.targets.op_steps import Records
 from .module_launch import ModuleLaunch, kept_apart, state_of
 from .module_plans import ModulePlans
 from .module_ports import HeldWeights
-from .module_ranks import HandOn, RankModuleLaunch
-from .on_ranks import OnRanks, device_mesh_of
-from .rank_parts import around_handing_on
-from .turns import Turns
+from .module_ranks import HandOn, RankModuleLaunch, around_handing_on
+from .on_ranks import OnRanks, Turns, device_mesh_of
 
 T = TypeVar("T")
 AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"

@@ -1,4 +1,5 @@
-"""A planned module on the ranks of a process group: each rank runs the steps on its own tiles."""
+"""A planned module on the ranks of a process group: each rank runs the steps on its own tiles, in parts: until what
+others wait for is there, and then; and what is added up on the way."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ import torch
 
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.importers.weight_files import StoredTensor
+from mesh_tensor.plan.ir import leaves
+from mesh_tensor.program.from_graph import ModuleProgram
 from mesh_tensor.program.overlap import with_overlap_on
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.program.program import ProgramValue
+from mesh_tensor.program.program import Program, ProgramValue
+from mesh_tensor.program.steps import Step
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.alike import told, values_of
 from mesh_tensor.runtime.ranks.faults import Faults, agree, anywhere, digest_of, program_facts
-from mesh_tensor.runtime.ranks.rank_backend import RankBackend
+from mesh_tensor.runtime.ranks.rank_backend import RankBackend, in_parts
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
 from mesh_tensor.runtime.ranks.ranks import Ranks
 from mesh_tensor.runtime.ranks.redistribution import Part, one_of
@@ -24,11 +28,10 @@ from mesh_tensor.runtime.ranks.tiling import Tiling, tiling_of
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import Target
 from mesh_tensor.targets.op_steps import Records
-from mesh_tensor.targets.totals import total_of
+from mesh_tensor.targets.totals import can_be_totals, total_of
 
 from .module_launch import LeaveFor, PlannedLaunch
 from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, constants_digest, picked, ports_of
-from .rank_parts import added_up, by_names
 from .rank_ports import RankPort
 
 HandOn = Callable[[dict[int, Part]], None]  # of results, by their numbers
@@ -229,3 +232,38 @@ class RankModuleLaunch(PlannedLaunch):
             return part, None if stays else mine.held(part)
 
         return weights.laid_out(name, mine.port, lay_out, self.ranks.rank)
+
+
+def added_up(made: ModuleProgram, program: Program, numbers: Collection[int]) -> dict[int, str]:
+    """Those results, by these numbers, that may be added to totals, as the values that they are in the program."""
+    if not numbers:
+        return {}
+    found, there = (can_be_totals(each, made.result) for each in (made.program, program))
+    return {n: found[made.result[n]] for n in numbers if made.result[n] in found and made.result[n] in there}
+
+
+def by_names(
+    made: ModuleProgram, ends: Collection[int], totals: Mapping[int, str], handed_on: Collection[int]
+) -> dict[str, Any]:
+    """Parameters and results, by their numbers, by the program's names, as RankBackend takes them."""
+    return {
+        "ends": {made.inputs[number] for number in ends} - set(leaves(made.result)),
+        "totals": frozenset(totals.values()),
+        "handed_on": {made.result[number] for number in handed_on},
+    }
+
+
+def around_handing_on(
+    plan: ModulePlan,
+    carried: Records,
+    *,
+    ends: Collection[int],
+    totals: Collection[int],
+    handed_on: Collection[int],
+) -> tuple[Sequence[Step], Sequence[Step]]:
+    """What a rank runs of a plan until the results `handed_on` are there, nothing where that comes last, and what it
+    runs then; all as RankModuleLaunch takes it."""
+    made = plan.made
+    apart = by_names(made, ends, added_up(made, made.program, totals), handed_on)
+    before, first, _ = in_parts(made.program, carried=carried, **apart)
+    return before, first

@@ -141,5 +141,4 @@ class RankPort:
     @cached_property
     def _box(self) -> tuple[slice, ...]:
         """Where the part lies in the refined tensor."""
-        offset = self.port.sharding.tile_offset(self.port.refined, self._ranks.rank)
-        return tuple(slice(o, o + e) for o, e in zip(offset, self._valid, strict=True))
+        return self.port.sharding.box(self.port.refined, self._ranks.rank)

@@ -115,64 +115,27 @@ def search(
             given = {"batch": batch, "known": known, **only}
             names = ", ".join(name for name, value in given.items() if value is not None)
             refuse(f"{names} of a search over a kernel", fix="search a module that calls it")
-        kernel = check_kernel(module)
-        end, rank = time.monotonic() + seconds, _rank(objective, limit)
-        made = _search_kernel(kernel, tried, machine, rank, width, end)
-        _check_fits(made.strategies, limit, machine, tried)
-        return made
-    mod = module.mod if isinstance(module, (ImportedModule, TrainingStep)) else module
-    check_module(mod, "search")
-    mod = with_flat_parameters(mod, function)
-    relax_function(mod, function)
-    if stated := stated_meshes(reachable(mod, function)):
-        refuse(
-            [f"{where} is annotated for {named_mesh(mod, device)} already" for device, where in stated],
-            where="search",
-            why="it finds layouts of modules that have none",
-            fix="search the module as it was before it was annotated",
-        )
+        kernel = _search_kernel(check_kernel(module), tried, machine, _rank(objective, limit), width, seconds)
+        _check_fits(kernel.strategies, limit, machine, tried)
+        return kernel
+    mod = _searched(module, function)
     if batch is not None:
-        if isinstance(module, TrainingStep):
-            refuse(
-                "a step of training with a batch, which it has",
-                fix="search the module that gives the loss, or no batch",
-            )
-        imported = module if isinstance(module, ImportedModule) else ImportedModule(mod, {})
+        imported = _trained(module, mod, inputs)
         taken = [p.name_hint for p in relax_function(mod, function).params if p.name_hint not in imported.params]
-        if not isinstance(module, ImportedModule) and inputs is None:
-            refuse(
-                "a Relax module with a batch, but without inputs", fix="say which parameters are no weights: inputs="
-            )
-        return search_training(
-            imported,
-            count,
-            machine,
-            batch,
-            TrainingOptions(
-                function,
-                tuple(inputs or taken),
-                objective,
-                limit,
-                states,
-                seconds,
-                finalists,
-                only,
-                known,
-                told,
-                uneven,
-                topology,
-            ),
+        rows = tuple(inputs or taken)
+        options = TrainingOptions(
+            function, rows, objective, limit, states, seconds, finalists, only, known, told, uneven, topology
         )
+        return search_training(imported, count, machine, batch, options)
     if trained := [*only, *["inputs"] * (inputs is not None), *["uneven"] * bool(uneven)]:
         refuse(f"{', '.join(trained)} of a search without a batch", fix="say how many rows a batch has: batch=")
     evaluator = Evaluator(mod, function, machine)
     if meshes is None and topology is None and evaluator.manual != NO_AXES:
         tried = meshes_around(evaluator.manual, tried)
-    dims = named_dims(evaluator.graph, evaluator.atoms)
     asked = _question(evaluator.graph, machine, function)
     learned = [] if known is None else read_saved(known, asked, "strategies", lambda r: _strategy(r, evaluator.graph))
     evaluator.learn(learned)
-    rank = _rank(objective, limit)
+    dims, rank = named_dims(evaluator.graph, evaluator.atoms), _rank(objective, limit)
     end = time.monotonic() + seconds
     found = [strategy for strategy in learned if strategy.mesh in tried]
     with _until_stopped(found):
@@ -190,6 +153,35 @@ def search(
     return Found(module, function, machine, tuple(dims), tuple(found), evaluator.planned, asked)
 
 
+def _searched(module: ir.IRModule | ImportedModule | TrainingStep, function: str) -> ir.IRModule:
+    """The Relax module, which has no layouts yet."""
+    mod = module.mod if isinstance(module, (ImportedModule, TrainingStep)) else module
+    check_module(mod, "search")
+    mod = with_flat_parameters(mod, function)
+    relax_function(mod, function)
+    if stated := stated_meshes(reachable(mod, function)):
+        refuse(
+            [f"{where} is annotated for {named_mesh(mod, device)} already" for device, where in stated],
+            where="search",
+            why="it finds layouts of modules that have none",
+            fix="search the module as it was before it was annotated",
+        )
+    return mod
+
+
+def _trained(module: object, mod: ir.IRModule, inputs: Sequence[str] | None) -> ImportedModule:
+    """The model that a search over ways to train is for."""
+    if isinstance(module, TrainingStep):
+        refuse(
+            "a step of training with a batch, which it has", fix="search the module that gives the loss, or no batch"
+        )
+    if isinstance(module, ImportedModule):
+        return module
+    if inputs is None:
+        refuse("a Relax module with a batch, but without inputs", fix="say which parameters are no weights: inputs=")
+    return ImportedModule(mod, {})
+
+
 @contextmanager
 def _until_stopped(found: Sequence[Strategy]) -> Iterator[None]:
     """Ctrl-C ends what is done here, if something was found."""
@@ -201,8 +193,9 @@ def _until_stopped(found: Sequence[Strategy]) -> Iterator[None]:
 
 
 def _search_kernel(
-    func: tirx.PrimFunc, tried: Sequence[Mesh], machine: Machine, rank: Rank, width: int, end: float
+    func: tirx.PrimFunc, tried: Sequence[Mesh], machine: Machine, rank: Rank, width: int, seconds: float
 ) -> FoundKernel:
+    end = time.monotonic() + seconds
     check_sizes_known(func)
     evaluator, dims, found = KernelEvaluator(func, machine), kernel_dims(func), list[Strategy]()
     with _until_stopped(found):

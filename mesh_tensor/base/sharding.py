@@ -252,6 +252,11 @@ class Sharding:
             extents[dim] = window.length
         return tuple(extents)
 
+    def box(self, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
+        """Where the valid part of device `rank` lies in the tensor."""
+        at = zip(self.tile_offset(shape, rank), self.valid_extent(shape, rank), strict=True)
+        return tuple([slice(start, start + extent) for start, extent in at])
+
     def tiles(self, shape: Sequence[int]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """Of every device, where its tile starts and how much of it is valid."""
         ranks = range(self.mesh.num_devices)

@@ -29,7 +29,7 @@ def _reshape(builder: relax.BlockBuilder, operands: Any, options: Mapping[str, A
     """Of a size, a vector. Whether a 0 means no elements doesn't matter where there is none: open sizes are what they
     are."""
     new = _sizes(operands[1])
-    if new is not None and not any(_is(size, 0) for size in new):
+    if new is not None and not any(_is_number(size) and int(size) == 0 for size in new):
         options.get("allowzero")
     if isinstance(operands[0], relax.PrimValue) and new is not None and len(new) == 1:
         return relax.ShapeExpr([operands[0].value])
@@ -132,10 +132,6 @@ def _is_vector(operand: relax.Expr) -> bool:
 
 def _is_number(size: tirx.PrimExpr) -> bool:
     return isinstance(size, tirx.IntImm)
-
-
-def _is(size: tirx.PrimExpr, number: int) -> bool:
-    return _is_number(size) and int(size) == number
 
 
 SIMPLE: dict[str, Conversion] = {

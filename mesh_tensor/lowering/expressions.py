@@ -25,7 +25,7 @@ class ValueRewriter:
         self.splits = {s.factor: s for s in splits}
         self.offsets = self._find_offsets(splits)
         self.block_offsets = self._find_offsets([s for s in splits if s.factor.aligned is not None])
-        self.accesses = self._find_accesses()
+        self.accesses = {_key(access): access for statement in self.kernel.statements for access in statement.accesses}
         self._ragged = any(not split.even or shrink.overruns(split) for split in splits)
         self._ranges: Prover | None = None
 
@@ -178,9 +178,6 @@ class ValueRewriter:
             return []
         loaded = [dim for dim, index in enumerate(access.indices) if contains_load(index)]
         return [c for dim in loaded for c in self._outside(self._index(access, dim), access.buffer.shape[dim])]
-
-    def _find_accesses(self) -> dict[tuple, Access]:
-        return {_key(access): access for statement in self.kernel.statements for access in statement.accesses}
 
     def _find_offsets(self, splits: Sequence[Split]) -> dict[tirx.Var, tirx.PrimExpr]:
         """What to substitute for loop variables that are values.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.atoms import Atoms, made_plain, plain_sharding
 from mesh_tensor.plan.explicit import Cast, Change, ExplicitStep, Fill, Form, Run
 from mesh_tensor.rules.operator import LocalCall
-from mesh_tensor.rules.operator.call import OpCall, op_call, packed, tensor_infos
+from mesh_tensor.rules.operator.call import OpCall, op_call, packed, tensor_infos, tensors_in
 from mesh_tensor.rules.operator.cost import count_flops
 
 
@@ -146,14 +146,5 @@ class TileCalls:
 
 
 def _tile_call(call: OpCall, numbers: dict[relax.Var, int]) -> TileCall:
-    operands = tuple([numbers[arg] if isinstance(arg, relax.Var) else arg for arg in _tensors(call.expr.args)])
+    operands = tuple([numbers[arg] if isinstance(arg, relax.Var) else arg for arg in tensors_in(call.expr.args)])
     return TileCall(call, operands, count_flops(call))
-
-
-def _tensors(args: Iterable[relax.Expr]) -> Iterator[relax.Expr]:
-    """The tensors among the arguments, tuples flattened."""
-    for arg in args:
-        if isinstance(arg, relax.Tuple):
-            yield from _tensors(arg.fields)
-        elif isinstance(arg.struct_info, relax.TensorStructInfo):
-            yield arg

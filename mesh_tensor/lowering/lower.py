@@ -45,7 +45,8 @@ def lower(func: tirx.PrimFunc, *, strict: bool = False, view: str = "auto") -> i
     Raises:
         MeshTensorError: no or invalid annotations, not one TileLang kernel, or refused by `strict`.
     """
-    return as_module(lower_kernel(func, strict=strict, view=view))
+    lowered = lower_kernel(func, strict=strict, view=view)
+    return ir.IRModule({lowered.name: assemble(lowered)})
 
 
 def LowerToLocalView(*, strict: bool = False) -> transform.Pass:
@@ -153,11 +154,6 @@ def _renamed_sizes(renewed: tirx.PrimFunc, func: tirx.PrimFunc) -> dict[tirx.Var
 def _with_buffers(stmt: tirx.Stmt, mapping: dict[tirx.Buffer, tirx.Buffer]) -> tirx.Stmt:
     """The statement with other buffers in place of a kernel's parameters, and of their data."""
     return tirx.stmt_functor.substitute(exchange_buffers(stmt, mapping), {a.data: b.data for a, b in mapping.items()})
-
-
-def as_module(lowered: Lowered | LoweredGrids) -> ir.IRModule:
-    """The local view as a module with one function."""
-    return ir.IRModule({lowered.name: assemble(lowered)})
 
 
 #: Every collective that the language has; a broadcast is there for kernels' authors and for runtimes.

@@ -4,9 +4,10 @@ makes of the kernel's sizes: loop extents, on-chip buffers and parameters."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from keyword import iskeyword
+from typing import Any
 
 from tvm import arith, tirx
 
@@ -67,12 +68,8 @@ class Split:
         total: tirx.PrimExpr = tirx.IntImm("int32", self.start or 0)
         if self.written_locally:
             return total
-        size: object = self.size
-        for axis in self.axes:
-            n = self.coordinates.mesh.size(axis)
-            size = tile_extent(size, [n])
-            if n > 1:
-                total = total + self.coordinates[axis] * size
+        for axis, size in self._parts():
+            total = total + self.coordinates[axis] * size
         return total
 
     @property
@@ -81,29 +78,33 @@ class Split:
         if self.even:
             return self.tile
         valid: tirx.PrimExpr = self.size
-        size: object = self.size
-        for axis in self.axes:
-            n = self.coordinates.mesh.size(axis)
-            size = tile_extent(size, [n])
-            if n > 1:
-                left = valid - self.coordinates[axis] * size
-                valid = tirx.max(tirx.min(left, tirx.IntImm("int32", size) if isinstance(size, int) else size), 0)
+        for axis, size in self._parts():
+            left = valid - self.coordinates[axis] * size
+            valid = tirx.max(tirx.min(left, tirx.IntImm("int32", size) if isinstance(size, int) else size), 0)
         return valid
 
     @property
     def divides(self) -> bool:
         """Whether a call walks less than the whole dim."""
-        return self.start is not None or any(self.coordinates.mesh.size(axis) > 1 for axis in self.axes)
+        return self.start is not None or any(self._parts())
 
     @property
     def is_first(self) -> tirx.PrimExpr:
         """Whether this device comes first on every axis of the split."""
         condition: tirx.PrimExpr | None = None
-        for axis in self.axes:
-            if self.coordinates.mesh.size(axis) > 1:
-                here = self.coordinates[axis] == 0
-                condition = here if condition is None else tirx.And(condition, here)
+        for axis, _ in self._parts():
+            here = self.coordinates[axis] == 0
+            condition = here if condition is None else tirx.And(condition, here)
         return condition
+
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        """The axes of more than one device, each with how much of the dim is each device's."""
+        size: Any = self.size
+        for axis in self.axes:
+            count = self.coordinates.mesh.size(axis)
+            size = tile_extent(size, [count])
+            if count > 1:
+                yield axis, size
 
 
 def make_split(

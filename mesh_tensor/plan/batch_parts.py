@@ -146,13 +146,10 @@ class _Kinds:
             if value not in self._makers and value not in self.of:
                 self.of[value] = Fixed(self._varying(value))
         self.of |= {
-            value: Mixed(f"{value.name} is another one for each part") for value in params if self._is_written(value)
+            value: Mixed(f"{value.name} is another one for each part") for value in params if value.name in self.written
         }
         for node in self.graph.nodes:
             self._visit(node)
-
-    def _is_written(self, value: Value) -> bool:
-        return value.name in self.written
 
     def binding(self, value: Value) -> str:
         """The name of the binding that makes a value, or of the parameter that it is."""

@@ -12,7 +12,7 @@ from tvm import ir, relax
 from mesh_tensor.annotations.annotation import from_attr
 from mesh_tensor.annotations.module_annotations import GRADIENTS_ATTR, HINTS_ATTR
 from mesh_tensor.annotations.names import SOURCE_NAMES_ATTR, Fresh, reachable, relax_function, source_names
-from mesh_tensor.rules.operator.call import plain
+from mesh_tensor.rules.operator.call import plain, tensors_in
 from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call
 from mesh_tensor.rules.operator.rule import LocalCall
 
@@ -102,10 +102,7 @@ class Writer:
         if not isinstance(var.struct_info, relax.TupleStructInfo):
             env[node.outputs[0]] = var
             return
-        for path, value in zip(_paths(var.struct_info), node.outputs, strict=True):
-            part: relax.Expr = var
-            for index in path:
-                part = relax.TupleGetItem(part, index)
+        for part, value in zip(tensors_in([var]), node.outputs, strict=True):
             env[value] = self._bind(value.name, self.functions.normalize(part))
 
     def annotated(self, node: Node, gradient: relax.Expr | None) -> relax.Expr | None:
@@ -209,15 +206,6 @@ def _edge(expr: relax.Expr) -> tuple[str, frozenset[str]] | None:
         return None
     name = str(expr.args[0].global_symbol)
     return (name, frozenset(str(expr.args[-1].value).split(","))) if name in (PER_DEVICE, ALL_DEVICES) else None
-
-
-def _paths(info: relax.StructInfo) -> Iterator[tuple[int, ...]]:
-    """Where the tensors in a tuple are."""
-    for index, inner in enumerate(info.fields):
-        if isinstance(inner, relax.TupleStructInfo):
-            yield from ((index, *path) for path in _paths(inner))
-        else:
-            yield (index,)
 
 
 _EINSUM, _TRANSPOSE = "relax.einsum", "relax.permute_dims"

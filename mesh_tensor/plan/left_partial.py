@@ -9,15 +9,14 @@ complete that once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 from mesh_tensor.base.collectives import BETWEEN
 from mesh_tensor.base.placement import Partial, Replicate
 
-from .explicit import Change, ExplicitGraph, Form
-from .ir import leaves
+from .explicit import Change, ExplicitGraph
+from .ir import leaves, map_tree
 
 
 def completed_last(explicit: ExplicitGraph) -> dict[str, Change]:
@@ -42,10 +41,5 @@ def left_partial(explicit: ExplicitGraph, names: Collection[str]) -> ExplicitGra
         explicit,
         layouts=replace(explicit.layouts, of={**explicit.layouts.of, **layouts}),
         steps=[step for step in explicit.steps if step not in last],
-        result=_mapped(explicit.result, before),
+        result=map_tree(explicit.result, lambda form: before.get(form, form)),
     )
-
-
-def _mapped(tree: Any, forms: Mapping[Form, Form]) -> Any:
-    """The tree with other forms in place of some."""
-    return forms.get(tree, tree) if isinstance(tree, Form) else tuple(_mapped(item, forms) for item in tree)

@@ -13,7 +13,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import op_call, packed
 
 from .ir import GraphLoop, Scope, Scopes, Tree, Value, leaves, map_tree
-from .loops import Counter, Recursion, number_of, used_in
+from .loops import Counter, Recursion, used_in, whole_number
 from .manual import Region
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class LoopReader:
         """What the call gives. Refused where steps are to be unrolled and data says how many there are, where the next
         step is not for values of the same shapes, and where what says whether there is one is not one bool."""
         found, loops = self._found, self._reader.with_loops
-        counter = found.counter([number_of(arg.data) if isinstance(arg, Value) else None for arg in args])
+        counter = found.counter([whole_number(arg.data) if isinstance(arg, Value) else None for arg in args])
         steps = _MOST_STEPS + 1 if counter is None else counter.last - counter.first
         if loops and (counter is None or steps > 1):
             while (made := self._reader.tried(lambda: self._looped(args, counter))) is None:

@@ -58,7 +58,7 @@ class Recursion:
             return None
         for number, (param, first) in enumerate(zip(self.params, given, strict=True)):
             last, step = self._size(call.args[1]), self._call(self.again[number], "add")
-            by_one = step is not None and _same(step.args[0], param) and _number(step.args[1]) == 1
+            by_one = step is not None and _same(step.args[0], param) and whole_number(step.args[1]) == 1
             if first is not None and last is not None and by_one and _same(call.args[0], param):
                 return Counter(number, first, max(first, last))
         return None
@@ -68,7 +68,7 @@ class Recursion:
         shaped = self._call(expr, "reshape")
         made = None if shaped is None or shaped.struct_info.ndim else self._call(shaped.args[0], "arange")
         if made is None:
-            return _number(expr)
+            return whole_number(expr)
         first, last, step = map(plain, made.args[:3])
         return first if isinstance(first, int) and last == first + 1 and step == 1 else None
 
@@ -198,16 +198,11 @@ def _same(one: Any, other: Any) -> bool:
     return isinstance(one, relax.Var) and one.same_as(other)
 
 
-def _number(expr: relax.Expr) -> int | None:
-    """The whole number that a constant is."""
+def whole_number(expr: relax.Expr | None) -> int | None:
+    """The whole number that a constant is, None for all else."""
     if not isinstance(expr, relax.Constant) or expr.data.shape or "int" not in expr.data.dtype:
         return None
     return int(expr.data.numpy())
-
-
-def number_of(data: Any) -> int | None:
-    """The whole number that a constant value is, None for others."""
-    return None if data is None else _number(data)
 
 
 def used_in(bindings: Sequence[relax.Binding], expr: relax.Expr) -> set[relax.Var]:

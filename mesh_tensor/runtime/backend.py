@@ -28,7 +28,7 @@ from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import KernelStep, Meanings
 from mesh_tensor.targets.tile_memory import memory_of
 
-from .elementwise import not_finite, within
+from .elementwise import clone, not_finite, within
 
 
 class Memory:
@@ -217,10 +217,11 @@ def _memory(tensor: torch.Tensor) -> int:
     return memory_of(tensor) if tensor.numel() else id(tensor)
 
 
-def copied(storages: Iterable[str], held: Mapping[str, object]) -> dict[str, object]:
+def copied(storages: Iterable[str], held: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of what is held, of one tile or of a list of tiles."""
-    return {s: _copy(held[s]) for s in storages}
+    return {s: cloned(held[s]) for s in storages}
 
 
-def _copy(local: object) -> object:
-    return [tile.clone() for tile in local] if isinstance(local, list) else local.clone()  # type: ignore[attr-defined]
+def cloned(local: Any) -> Any:
+    """A copy of what is held."""
+    return [clone(tile) for tile in local] if isinstance(local, list) else clone(local)

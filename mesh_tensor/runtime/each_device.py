@@ -47,9 +47,7 @@ def tiles(value: Local, layout: Sharding, mesh: Mesh, where: str) -> EachDevice:
     for rank in range(mesh.num_devices):
         at = mesh.coordinate(rank)
         inner = layout.mesh.rank({axis: at[axis] for axis in layout.mesh})
-        start, size = layout.tile_offset(value.shape, inner), layout.tile_shape(value.shape)
-        region = tuple(slice(low, low + length) for low, length in zip(start, size, strict=True))
-        made.append(_of(value, at)[region])
+        made.append(_of(value, at)[layout.box(value.shape, inner)])
     return EachDevice(mesh, tuple(made))
 
 

@@ -49,7 +49,7 @@ def elementwise(work: Callable[..., object], *tensors: torch.Tensor) -> None:
         dim = next(dim for dim, extent in enumerate(tensors[0].shape) if extent > 1)
         extent = -(-tensors[0].shape[dim] * _CHUNK // size)
         parts = list(zip(*(tensor.split(extent, dim) for tensor in tensors), strict=True))
-        device_threads().run(lambda index: _do(work, parts[index]), len(parts))
+        device_threads().run(lambda index: work(*parts[index]), len(parts))
 
 
 def each(work: Callable[[int], None], count: int, elements: int) -> None:
@@ -79,10 +79,6 @@ def clone(source: torch.Tensor) -> torch.Tensor:
     out = empty_tile(source.shape, source.dtype, source.device)
     copy(out, source)
     return out
-
-
-def _do(work: Callable[..., object], tensors: tuple[torch.Tensor, ...]) -> None:
-    work(*tensors)
 
 
 @contextmanager
@@ -177,7 +173,7 @@ def within(tensors: Iterable[torch.Tensor], norm: float) -> bool:
     return bool(torch.nn.utils.get_total_norm(list(tensors)) <= norm)
 
 
-Work = Callable[[int], None]
+Work = Callable[[int], object]
 
 
 class _Job:

@@ -13,7 +13,7 @@ from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program
 from mesh_tensor.targets.tile_memory import memory_of
 
-from .backend import Backend, Memory
+from .backend import Backend, Memory, cloned
 from .elementwise import clone
 
 # What a backend has of a value: one tile, or one of each of its devices.
@@ -127,11 +127,7 @@ class _Part:
         for name in self._takes:
             storage = self._values[name].storage
             local = given[name]
-            inner.held[storage] = _cloned(local) if storage in self._overwritten else local
+            inner.held[storage] = cloned(local) if storage in self._overwritten else local
         self._backend.run(inner)
         memory.peak_bytes = max(memory.peak_bytes, memory.live_bytes + inner.peak_bytes)
         return {name: inner.held[self._values[name].storage] for name in self._gives}
-
-
-def _cloned(local: Local) -> Local:
-    return clone(local) if isinstance(local, torch.Tensor) else [clone(tile) for tile in local]

@@ -214,10 +214,7 @@ def _is_apart(tensor: torch.Tensor) -> bool:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    return tuple(strides)
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _contiguous(extent: tuple[int, ...], shape: tuple[int, ...]) -> bool:

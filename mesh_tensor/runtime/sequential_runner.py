@@ -58,23 +58,19 @@ class Runner:
 
     def call(self, function: str, args: Sequence[RelaxValue], axes: Mesh | None = None) -> RelaxValue:
         """The result of a Relax function of the module; in a manual computation over these axes, if there is one."""
-        func = self._with_sizes(function, args)
-        if func not in self._recursions:
-            self._recursions[func] = recursion_of(function, func)
-        found = self._recursions[func]
-        while found is not None:  # step after step: Python has room for few calls within calls
-            self.recorder.depends_on_data()
+        while True:  # step after step: Python has room for few calls within calls
+            func = self._with_sizes(function, args)
+            if func not in self._recursions:
+                self._recursions[func] = recursion_of(function, func)
             frame = _Frame(self, function, dict(zip(func.params, args, strict=True)), axes)
+            if (found := self._recursions[func]) is None:
+                return frame.run(func.body)
+            self.recorder.depends_on_data()
             frame.bind(found.head)
             if same_on_all(frame.run(found.condition), function) is not found.goes_on:
                 return frame.run(found.ending)
             frame.bind(found.body)
             args = [frame.run(expr) for expr in found.again]
-            func = self._with_sizes(function, args)
-            if func not in self._recursions:
-                self._recursions[func] = recursion_of(function, func)
-            found = self._recursions[func]
-        return _Frame(self, function, dict(zip(func.params, args, strict=True)), axes).run(func.body)
 
     def constant(self, constant: relax.Constant) -> torch.Tensor:
         """A constant's tensor."""
@@ -116,21 +112,20 @@ class _Frame:
         """Run bindings; what they make is kept, and what there was."""
         self._ends_here = set()
         for binding in bindings:
-            value = self.run(binding.value, binding.var.name_hint)
-            if isinstance(binding, relax.MatchCast):
-                self._match(binding.var.name_hint, value, binding.struct_info)
-            self._values[binding.var] = value
+            self._bind(binding)
+
+    def _bind(self, binding: relax.Binding) -> None:
+        value = self.run(binding.value, binding.var.name_hint)
+        if isinstance(binding, relax.MatchCast):
+            self._match(binding.var.name_hint, value, binding.struct_info)
+        self._values[binding.var] = value
 
     def _sequence(self, expr: relax.SeqExpr, _: str) -> RelaxValue:
         bindings = [binding for block in expr.blocks for binding in block.bindings]
         mine = self._ends_here | {binding.var for binding in bindings}
         self._ends_here = set()
         for binding, finished in zip(bindings, _last_uses(bindings, expr.body), strict=True):
-            name = binding.var.name_hint
-            value = self.run(binding.value, name)
-            if isinstance(binding, relax.MatchCast):
-                self._match(name, value, binding.struct_info)
-            self._values[binding.var] = value
+            self._bind(binding)
             for var in mine.intersection(finished):
                 self._values.pop(var, None)
         return self.run(expr.body)

@@ -13,7 +13,7 @@ from tvm import ir, tirx
 
 from mesh_tensor.base.errors import refuse
 
-from .nodes import function_name, loads, nodes
+from .nodes import expressions, function_name, loads, nodes
 from .tile_position import CALLED
 
 
@@ -62,7 +62,7 @@ def side_effect(stmt: tirx.Stmt) -> str | None:
     one.
 
     Values that come through pointers count as such: what is read is more than the element that the pointer names."""
-    for expr in _expressions(stmt):
+    for expr in () if isinstance(stmt, tirx.Evaluate) else expressions(stmt):
         for call in nodes(expr, tirx.Call):
             if not isinstance(call.op, ir.Op):
                 return str(call.op)
@@ -138,9 +138,8 @@ def pointers(stmt: tirx.Stmt) -> set[tirx.Var]:
 
 def buffers_of(stmt: tirx.Stmt) -> tuple[tirx.Buffer, ...]:
     """The buffers that a statement itself names: of a loop or a branch those in its bounds or its condition."""
-    exprs = [stmt.value] if isinstance(stmt, tirx.Evaluate) else _expressions(stmt)
     stored = [stmt.buffer] if isinstance(stmt, tirx.BufferStore) else []
-    return (*stored, *(load.buffer for expr in exprs for load in loads(expr)))
+    return (*stored, *(load.buffer for expr in expressions(stmt) for load in loads(expr)))
 
 
 def _may_write(call: tirx.Call) -> bool:
@@ -150,16 +149,6 @@ def _may_write(call: tirx.Call) -> bool:
         mode = call.args[modes[call.op.name]]
         return not isinstance(mode, tirx.IntImm) or bool(int(mode) & _WRITES)
     return call.op.name == "tirx.address_of"
-
-
-def _expressions(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
-    if isinstance(stmt, tirx.BufferStore):
-        return [stmt.value, *stmt.indices]
-    if isinstance(stmt, tirx.Bind):
-        return [stmt.value]
-    if isinstance(stmt, (tirx.IfThenElse, tirx.While)):
-        return [stmt.condition]
-    return [stmt.min, stmt.extent] if isinstance(stmt, tirx.For) else []
 
 
 def op_name(expr: object) -> str:

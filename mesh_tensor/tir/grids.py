@@ -12,7 +12,7 @@ from tvm import ir, tirx
 from mesh_tensor.base.errors import refuse
 
 from .effects import is_hint, leaves_kernel, op_name
-from .nodes import function_name, is_const, nodes
+from .nodes import function_name, is_const, nodes, used
 from .rewrite import block_like, replace_block, sequence, statements, with_body
 from .tile_calls import parse_tile_op
 
@@ -67,12 +67,11 @@ def _alone(func: tirx.PrimFunc, stmts: Sequence[tirx.Stmt], own: dict[tirx.Buffe
         root = tirx.SBlock([], block.reads, block.writes, block.name_hint, body, block.init, allocs)
         body = tirx.SBlockRealize([], func.body.predicate, root)
     buffers = {**dict(func.buffer_map.items()), **{handle: buffer for buffer, handle in own.items()}}
-    used = {access.buffer.data for access in nodes(body, tirx.BufferLoad, tirx.BufferStore)}
-    used |= set(nodes(body, tirx.Var))
-    kept = {param: buffer for param, buffer in buffers.items() if buffer.data in used}
+    named = used(body)
+    kept = {param: buffer for param, buffer in buffers.items() if buffer.data in named}
     for param, buffer in buffers.items():  # a size that no used tensor tells
         told = {size for other in kept.values() for size in other.shape if isinstance(size, tirx.Var)}
-        if any(isinstance(size, tirx.Var) and size in used and size not in told for size in buffer.shape):
+        if any(isinstance(size, tirx.Var) and size in named and size not in told for size in buffer.shape):
             kept[param] = buffer
     params = [p for p in (*func.params, *own.values()) if p in kept or (p in func.params and p not in func.buffer_map)]
     return tirx.PrimFunc(params, body, func.ret_type, {p: kept[p] for p in params if p in kept}, func.attrs)
@@ -168,10 +167,10 @@ def _with_body(
     kernel: tirx.Stmt, block: tirx.SBlock, hints: Sequence[tirx.AttrStmt], stmts: Sequence[tirx.Stmt]
 ) -> tirx.Stmt:
     body = sequence(list(stmts))
-    used = _memory(body)
+    named = used(body)
     for hint in reversed(hints):
         body = tirx.AttrStmt(hint.node, hint.attr_key, hint.value, body)
-    allocated = [buffer for buffer in block.alloc_buffers if buffer.data in used]
+    allocated = [buffer for buffer in block.alloc_buffers if buffer.data in named]
     return replace_block(kernel, block_like(block, body, allocated), {})
 
 
@@ -189,16 +188,10 @@ def _bound(before: Sequence[tirx.Stmt], part: Sequence[tirx.Stmt]) -> list[tirx.
     return found
 
 
-def _memory(stmt: tirx.Stmt) -> set[tirx.Var]:
-    accesses = nodes(stmt, tirx.BufferLoad, tirx.BufferStore)
-    return {access.buffer.data for access in accesses} | set(nodes(stmt, tirx.Var))
-
-
 def _on_chip(block: tirx.SBlock, before: Sequence[tirx.Stmt], part: Sequence[tirx.Stmt]) -> set[tirx.Var]:
     """The memory on chip that is used on both sides."""
     own = {buffer.data for buffer in block.alloc_buffers}
-    used = [set[tirx.Var]().union(*map(_memory, stmts)) for stmts in (before, part)]
-    return own & used[0] & used[1]
+    return own & set[tirx.Var]().union(*map(used, before)) & set[tirx.Var]().union(*map(used, part))
 
 
 def _is_filled_first(data: tirx.Var, part: Sequence[tirx.Stmt]) -> bool:
@@ -209,17 +202,17 @@ def _is_filled_first(data: tirx.Var, part: Sequence[tirx.Stmt]) -> bool:
 
 def _uses(stmt: tirx.Stmt, data: tirx.Var, around: _Around) -> Iterator[tuple[tirx.Stmt, _Around]]:
     """The statements that use the memory, in their order; a loop that fills it is one of them."""
-    if data not in _memory(stmt):
+    if data not in used(stmt):
         return
     if isinstance(stmt, tirx.SeqStmt):
         for child in stmt.seq:
             yield from _uses(child, data, around)
     elif isinstance(stmt, tirx.For) and not _fills(stmt, data):
-        if data in _memory(tirx.Evaluate(stmt.extent)) | _memory(tirx.Evaluate(stmt.min)):
+        if data in used(stmt.extent) | used(stmt.min):
             yield stmt, around
         yield from _uses(stmt.body, data, (*around, (stmt, True)))
     elif isinstance(stmt, tirx.IfThenElse):
-        if data in _memory(tirx.Evaluate(stmt.condition)):
+        if data in used(stmt.condition):
             yield stmt, around
         yield from _uses(stmt.then_case, data, (*around, (stmt, True)))
         if stmt.else_case is not None:
@@ -237,23 +230,18 @@ def _fills(stmt: tirx.Stmt, data: tirx.Var) -> bool:
             return False
         if any(source.buffer.data.same_as(data) for source in record.sources):
             return False
-        starts = all(is_const(low, 0) for low in record.dst.mins)
-        return starts and _is_whole(record.dst.buffer, record.dst.extents) and (not record.reduction or record.clears)
+        return record.dst.is_whole and (not record.reduction or record.clears)
     loops: list[tirx.For] = []
     while isinstance(stmt, tirx.For):
         loops.append(stmt)
         stmt = stmt.body
     if not isinstance(stmt, tirx.BufferStore) or not stmt.buffer.data.same_as(data):
         return False
-    if data in _memory(tirx.Evaluate(stmt.value)) or not all(is_const(loop.min, 0) for loop in loops):
+    if data in used(stmt.value) or not all(is_const(loop.min, 0) for loop in loops):
         return False
     places = [index for index in stmt.indices if not is_const(index, 0)]
     walked = {loop.loop_var: loop.extent for loop in loops}
     if len(places) != len(loops) or {*places} != walked.keys():
         return False
     one = tirx.IntImm("int32", 1)
-    return _is_whole(stmt.buffer, [walked.get(index, one) for index in stmt.indices])
-
-
-def _is_whole(buffer: tirx.Buffer, extents: Sequence[tirx.PrimExpr]) -> bool:
-    return all(ir.structural_equal(extent, size) for extent, size in zip(extents, buffer.shape, strict=True))
+    return ir.structural_equal([walked.get(index, one) for index in stmt.indices], [*stmt.buffer.shape])

@@ -20,7 +20,7 @@ from tvm import arith, tirx
 
 from .effects import leaves_kernel, leaves_loop
 from .linear import loop_ranges, loops_in
-from .nodes import is_const, nodes
+from .nodes import conjuncts, is_const, nodes
 from .prover import Prover
 from .rewrite import loop_like, without_mark
 from .user_reports import prints
@@ -102,12 +102,8 @@ def running(loop: tirx.For) -> tuple[tirx.PrimExpr, tirx.PrimExpr] | None:
 def _limits(condition: tirx.PrimExpr, var: tirx.Var) -> tuple[list[tirx.PrimExpr], list[tirx.PrimExpr]] | None:
     """From where on and up to where a condition lets the variable go, whichever of its parts other passes left and
     however they wrote them; None if it says anything else."""
-    lows, highs, todo = list[tirx.PrimExpr](), list[tirx.PrimExpr](), [condition]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, tirx.And):
-            todo += [part.b, part.a]
-            continue
+    lows, highs = list[tirx.PrimExpr](), list[tirx.PrimExpr]()
+    for part in conjuncts(condition):
         if type(part) not in _COMPARISONS:
             return None
         is_below, or_equal = _COMPARISONS[type(part)]

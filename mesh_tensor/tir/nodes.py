@@ -33,6 +33,19 @@ def loads(where: tirx.Stmt | tirx.PrimExpr | int) -> list[tirx.BufferLoad]:
     return nodes(where, tirx.BufferLoad)
 
 
+def used(where: tirx.Stmt | tirx.PrimExpr) -> set[tirx.Var]:
+    """The variables that a statement or an expression names, and the memory that it reads or writes."""
+    accesses = nodes(where, tirx.BufferLoad, tirx.BufferStore)
+    return {*nodes(where, tirx.Var), *(access.buffer.data for access in accesses)}
+
+
+def conjuncts(condition: tirx.PrimExpr) -> list[tirx.PrimExpr]:
+    """The conditions that hold where this one does, as it is written, in order."""
+    if isinstance(condition, tirx.And):
+        return conjuncts(condition.a) + conjuncts(condition.b)
+    return [condition]
+
+
 def _in_expression(expr: tirx.PrimExpr, kinds: tuple[type, ...]) -> list[Any]:
     if _is_one_of(type(expr), _LEAVES):
         return [expr] if _is_one_of(type(expr), kinds) else []
@@ -52,6 +65,17 @@ def _by_kind(stmt: tirx.Stmt) -> dict[type, list[tuple[int, Any]]]:
     for entry in enumerate(_all_nodes(stmt)):
         found.setdefault(type(entry[1]), []).append(entry)
     return found
+
+
+def expressions(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
+    """The expressions of a statement itself, without those of statements in it; a block has none."""
+    if isinstance(stmt, tirx.BufferStore):
+        return [stmt.value, *stmt.indices]
+    if isinstance(stmt, (tirx.Evaluate, tirx.Bind)):
+        return [stmt.value]
+    if isinstance(stmt, tirx.For):
+        return [stmt.min, stmt.extent, *([] if stmt.step is None else [stmt.step])]
+    return [stmt.condition] if isinstance(stmt, (tirx.IfThenElse, tirx.While)) else []
 
 
 def is_const(expr: object, value: int) -> bool:

@@ -1,29 +1,45 @@
 """Kernels in which one of several devices writes what is in a position, and the others 0: stores that the others may
-as well leave out.
+as well leave out; and what of a local kernel may not be the same on the devices that run it.
 
 That holds of `buffer[i] = if_then_else(here, value, 0)`, if on one device, and no other, it is `here`, and if nothing
 else is ever written to the position: a later zero would count no more.
+
+What differs is what depends on where a device stands, or on tensors of which each device has a part of its own.
+Everything that a statement writes differs if anything that it takes does, or what says whether it runs; memory that
+differs somewhere differs everywhere, whatever is written to it before or after. What calls give of which nothing is
+known differs, and so does what is added up in no fixed order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from tvm import arith, ir, tirx
 from tvm.arith.iter_affine_map import IterMapLevel
 
 from mesh_tensor.base.dtypes import is_float
 
-from .differing import deciding, depends, differing
-from .effects import op_name
+from .effects import (
+    INTRINSICS,
+    LEAVES_ITERATION,
+    LEAVES_KERNEL,
+    NO_EFFECT,
+    OF_A_PROGRAM,
+    POINTERS,
+    is_break,
+    op_name,
+    pointers,
+    written,
+)
 from .linear import vars_of
-from .nodes import loads, nodes, same_expression
+from .nodes import expressions, loads, nodes, same_expression, used
 from .prover import Prover
-from .rewrite import number
+from .rewrite import inner, number
+from .tile_position import CALLED
 
 #: Where a device stands: the coordinates that a local kernel takes.
 _At = Mapping[tirx.Var, int]
-_FRAMES = (tirx.SeqStmt, tirx.AttrStmt, tirx.SBlock, tirx.SBlockRealize)
 
 
 def left_to_one(
@@ -71,23 +87,12 @@ def _only_use(body: tirx.Stmt, buffer: tirx.Buffer) -> tirx.BufferStore | None:
     return found[0] if plain else None
 
 
-def _around(stmt: tirx.Stmt, inner: tirx.Stmt) -> list[tirx.Stmt] | None:
-    """The statements around `inner`, outermost first; None if it isn't in there, or they are of other kinds than loops
-    and conditions."""
-    if stmt.same_as(inner):
+def _around(stmt: tirx.Stmt, store: tirx.Stmt) -> list[tirx.Stmt] | None:
+    """The statements around a store, outermost first; None if it isn't in there, or only as long as data says so."""
+    if stmt.same_as(store):
         return []
-    if isinstance(stmt, tirx.IfThenElse):
-        children = [stmt.then_case] if stmt.else_case is None else [stmt.then_case, stmt.else_case]
-    elif isinstance(stmt, tirx.SeqStmt):
-        children = list(stmt.seq)
-    elif isinstance(stmt, tirx.SBlockRealize):
-        children = [stmt.block]
-    elif isinstance(stmt, (tirx.For, *_FRAMES)):
-        children = [stmt.body]
-    else:
-        return None
-    for child in children:
-        found = _around(child, inner)
+    for child in () if isinstance(stmt, tirx.While) else inner(stmt):
+        found = _around(child, store)
         if found is not None:
             return [stmt, *found]
     return None
@@ -133,3 +138,75 @@ def _is_of_one(here: tirx.PrimExpr, devices: Sequence[_At]) -> bool:
         anywhere = tirx.Or(anywhere, other)
     apart = (tirx.Not(tirx.And(one, other)) for n, one in enumerate(on) for other in on[:n])
     return all(map(analyzer.can_prove, (anywhere, *apart)))
+
+
+_THREAD = "tl.launch_thread_idx"
+_SAME = (INTRINSICS.keys() | NO_EFFECT | OF_A_PROGRAM | POINTERS | {_THREAD}) - CALLED.keys()
+_LEAVES = LEAVES_ITERATION | LEAVES_KERNEL
+
+
+def differing(body: tirx.Stmt, apart: Iterable[tirx.Var]) -> set[tirx.Var]:
+    """The variables, and the memory (as the variables of buffers' data), that may differ between devices if those that
+    are `apart` do."""
+    found, before = set(apart), -1
+    while len(found) > before:
+        before = len(found)
+        _Walk(body, found).visit(body, differs=False)
+    return found
+
+
+def depends(exprs: Iterable[tirx.PrimExpr], found: Collection[tirx.Var]) -> bool:
+    """Whether any of the expressions may be something else on another device, if all that was `found` may."""
+    for expr in exprs:
+        if any(var in found for var in ([expr] if isinstance(expr, tirx.Var) else nodes(expr, tirx.Var))):
+            return True
+        if any(load.buffer.data in found for load in loads(expr)):
+            return True
+        if any(op_name(call) not in _SAME or "atomic" in op_name(call) for call in nodes(expr, tirx.Call)):
+            return True
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class _Walk:
+    """A walk over what is in `body`; `found` grows by what is written there."""
+
+    body: tirx.Stmt
+    found: set[tirx.Var]
+
+    def visit(self, stmt: tirx.Stmt, *, differs: bool) -> None:
+        """`differs`: whether devices may differ in whether, or how often, they run it."""
+        is_block = isinstance(stmt, tirx.SBlockRealize)
+        is_plain = not is_block or (stmt.block.init is None and not len(stmt.block.match_buffers))
+        parts = inner(stmt) if is_plain else []
+        differs = differs or depends(deciding(stmt), self.found)
+        if isinstance(stmt, tirx.For) and differs:
+            self.found.add(stmt.loop_var)
+        elif is_block:
+            pairs = zip(stmt.block.iter_vars, stmt.iter_values, strict=True)
+            self.found.update(at.var for at, value in pairs if depends([value], self.found))
+        for child in parts:
+            self.visit(child, differs=differs)
+        if not parts:
+            self._run(stmt, differs)
+
+    def _run(self, stmt: tirx.Stmt, differs: bool) -> None:
+        """A statement that holds no others."""
+        if isinstance(stmt, (tirx.AllocBuffer, tirx.DeclBuffer, tirx.AssertStmt)):
+            return
+        known = isinstance(stmt, (tirx.BufferStore, tirx.Bind, tirx.Evaluate))
+        if known and not differs and not depends(expressions(stmt), self.found):
+            return
+        self.found.update(pointers(stmt), (buffer.data for buffer in written(stmt)))
+        if isinstance(stmt, tirx.Bind):
+            self.found.add(stmt.var)
+        leaves = isinstance(stmt, tirx.Evaluate) and (is_break(stmt) or op_name(stmt.value) in _LEAVES)
+        if leaves or not known:
+            self.found.update(used(self.body))
+
+
+def deciding(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
+    """What says whether, and how often, a statement runs what it holds."""
+    if isinstance(stmt, tirx.SBlockRealize):
+        return [stmt.predicate]
+    return expressions(stmt) if isinstance(stmt, (tirx.IfThenElse, tirx.While, tirx.For)) else []

@@ -12,7 +12,7 @@ from mesh_tensor.base.errors import refuse
 from .effects import LEAVES_ITERATION, LEAVES_KERNEL, op_name, pointers, side_effect, written
 from .memory import is_compact, row_strides
 from .nodes import function_name, is_const, loads, nodes, same_expression
-from .rewrite import exchange_buffers, loop_like, sequence, statements, with_body
+from .rewrite import exchange_buffers, sequence, statements, with_inner
 
 _CHEAP = ("tirx.if_then_else",)
 
@@ -98,20 +98,8 @@ def _visit(stmt: tirx.Stmt, exits: frozenset[str]) -> tirx.Stmt:
     """A statement behind which there is nothing in what the `exits` leave."""
     if isinstance(stmt, tirx.SeqStmt):
         return _sequence(list(stmt.seq), exits)
-    if isinstance(stmt, tirx.For):
-        in_grid = stmt.thread_binding is not None
-        return loop_like(stmt, stmt.extent, _visit(stmt.body, exits if in_grid else LEAVES_ITERATION), start=stmt.min)
-    if isinstance(stmt, tirx.While):
-        return tirx.While(stmt.condition, _visit(stmt.body, LEAVES_ITERATION))
-    if isinstance(stmt, tirx.IfThenElse):
-        otherwise = None if stmt.else_case is None else _visit(stmt.else_case, exits)
-        return tirx.IfThenElse(stmt.condition, _visit(stmt.then_case, exits), otherwise)
-    if isinstance(stmt, tirx.AttrStmt):
-        return tirx.AttrStmt(stmt.node, stmt.attr_key, stmt.value, _visit(stmt.body, exits))
-    if isinstance(stmt, tirx.SBlockRealize):
-        block = with_body(stmt.block, _visit(stmt.block.body, exits))
-        return tirx.SBlockRealize(stmt.iter_values, stmt.predicate, block)
-    return stmt
+    iterates = isinstance(stmt, tirx.While) or (isinstance(stmt, tirx.For) and stmt.thread_binding is None)
+    return with_inner(stmt, lambda part: _visit(part, LEAVES_ITERATION if iterates else exits))
 
 
 def _sequence(stmts: list[tirx.Stmt], exits: frozenset[str]) -> tirx.Stmt:

@@ -90,6 +90,35 @@ def statements(stmt: tirx.Stmt) -> list[tirx.Stmt]:
     return [part for child in stmt.seq for part in statements(child)]
 
 
+def inner(stmt: tirx.Stmt) -> list[tirx.Stmt]:
+    """The statements that a statement holds, in their order."""
+    if isinstance(stmt, tirx.SeqStmt):
+        return list(stmt.seq)
+    if isinstance(stmt, tirx.IfThenElse):
+        return [stmt.then_case] if stmt.else_case is None else [stmt.then_case, stmt.else_case]
+    if isinstance(stmt, tirx.SBlockRealize):
+        return [stmt.block.body]
+    return [stmt.body] if isinstance(stmt, (tirx.For, tirx.While, tirx.AttrStmt)) else []
+
+
+def with_inner(stmt: tirx.Stmt, change: Callable[[tirx.Stmt], tirx.Stmt]) -> tirx.Stmt:
+    """The statement with what `change` makes of each statement that it holds."""
+    new = [change(part) for part in (statements(stmt) if isinstance(stmt, tirx.SeqStmt) else inner(stmt))]
+    if isinstance(stmt, tirx.SeqStmt):
+        return sequence(new)
+    if isinstance(stmt, tirx.IfThenElse):
+        return tirx.IfThenElse(stmt.condition, new[0], new[1] if len(new) > 1 else None)
+    if isinstance(stmt, tirx.For):
+        return loop_like(stmt, stmt.extent, new[0])
+    if isinstance(stmt, tirx.While):
+        return tirx.While(stmt.condition, new[0])
+    if isinstance(stmt, tirx.AttrStmt):
+        return tirx.AttrStmt(stmt.node, stmt.attr_key, stmt.value, new[0])
+    if isinstance(stmt, tirx.SBlockRealize):
+        return tirx.SBlockRealize(stmt.iter_values, stmt.predicate, with_body(stmt.block, new[0]))
+    return stmt
+
+
 def guarded(stmt: tirx.Stmt, conditions: Sequence[tirx.PrimExpr], otherwise: tirx.Stmt | None = None) -> tirx.Stmt:
     """The statement where all conditions hold, the last one asked first."""
     for condition in conditions:

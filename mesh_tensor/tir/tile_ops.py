@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tvm import tirx
+from tvm import ir, tirx
 
 from .nodes import is_const
 
@@ -25,6 +25,11 @@ class Region:
     def long_dims(self) -> tuple[int, ...]:
         """The dims whose extent is not the constant 1: the ones that tile operations pair up in order."""
         return tuple(d for d, extent in enumerate(self.extents) if not is_const(extent, 1))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the buffer."""
+        return all(is_const(low, 0) for low in self.mins) and ir.structural_equal([*self.extents], [*self.buffer.shape])
 
 
 def deeper(src: Region, dst: Region) -> Region:

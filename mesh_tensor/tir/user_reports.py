@@ -135,7 +135,8 @@ def mark_prints(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The kernel with every print under `PRINT_ATTR`."""
     if not prints(func.body):
         return func
-    uses, threads = _uses(func.body), thread_indices(func.body)
+    uses = _uses(func.body)
+    threads = {bind.var for bind in nodes(func.body, tirx.Bind) if op_name(bind.value) == "tl.launch_thread_idx"}
 
     def mark(node: tirx.SeqStmt) -> tirx.Stmt:
         return sequence(_grouped(list(node.seq), uses, threads))
@@ -181,11 +182,6 @@ def _is_print_shape(stmt: tirx.Stmt, threads: set[tirx.Var]) -> bool:
             return True
         else:
             return print_call(stmt) is not None
-
-
-def thread_indices(body: tirx.Stmt) -> set[tirx.Var]:
-    """The variables that say which thread runs a statement."""
-    return {bind.var for bind in nodes(body, tirx.Bind) if op_name(bind.value) == "tl.launch_thread_idx"}
 
 
 def _asks(condition: tirx.PrimExpr, threads: set[tirx.Var]) -> bool:

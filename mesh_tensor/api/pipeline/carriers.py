@@ -182,9 +182,8 @@ class RankCarrier(Carrier):
     def place(self, here: StageFragments, name: str, tensor: torch.Tensor) -> Part:
         shape = tuple(tensor.shape)
         if name not in here.boxes:
-            layout, rank = rank_layout(here.layouts[name], shape), self._ranks.rank
-            at = zip(layout.tile_offset(shape, rank), layout.valid_extent(shape, rank), strict=True)
-            here.boxes[name] = layout, tuple(slice(start, start + size) for start, size in at)
+            layout = rank_layout(here.layouts[name], shape)
+            here.boxes[name] = layout, layout.box(shape, self._ranks.rank)
         layout, box = here.boxes[name]
         return Part(tensor[box].clone(memory_format=torch.contiguous_format), layout, shape)
 

@@ -22,8 +22,8 @@ from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 from ..fragments import Values
 from ..module_ports import checked_state, whole
+from ..on_ranks import Turns
 from ..training_optimizer import GOOD_STEPS, LOSS_SCALE, LossScale
-from ..turns import Turns
 from .planned import PlannedStages
 from .ranks import RankRuns
 from .weights import Rule, StageWeights, copied, norm_of

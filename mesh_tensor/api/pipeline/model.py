@@ -30,8 +30,8 @@ from mesh_tensor.targets.kernels import find_target
 
 from ..fragments import Options, StageFragments, Values
 from ..module_ports import whole
+from ..on_ranks import Turns
 from ..training_optimizer import LossScale
-from ..turns import Turns
 from .carriers import Mailbox, RankCarrier
 from .checkpoints import Learned
 from .explain import explain_pipeline

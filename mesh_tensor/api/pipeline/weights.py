@@ -18,6 +18,7 @@ from mesh_tensor.runtime.ranks.redistribution import Part
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 from ..fragments import StageFragments, Values
+from ..module_launch import parts_of
 from .carriers import Carrier
 from .ranks import RankRuns
 
@@ -259,9 +260,7 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parts(value: Any) -> Sequence[torch.Tensor]:
     """What there is of a value here, without padding."""
-    if isinstance(value, MeshTensor):
-        return value.parts()
-    return (value.local if isinstance(value, Part) else value.to_local(),)
+    return parts_of(value.local if isinstance(value, Part) else value)
 
 
 def norm_of(gradients: Mapping[str, torch.Tensor]) -> float:

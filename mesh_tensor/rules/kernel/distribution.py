@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from tvm import ir, tirx
 
+from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.tir.effects import changes_nothing, leaves_kernel, leaves_loop, written
 from mesh_tensor.tir.linear import linear_form, vars_of
 from mesh_tensor.tir.nodes import DIVISIONS, is_const, loads, nodes
@@ -133,7 +134,7 @@ class _Nest:
         any iteration may do so."""
         own = list(self.expanded.values())
         only = all(access.buffer in own for access in nodes(body, *_ACCESSES))
-        by = [quotient.b for quotient in nodes(body, *DIVISIONS) if not quotient.dtype.startswith(("float", "bfloat"))]
+        by = [quotient.b for quotient in nodes(body, *DIVISIONS) if not is_float(quotient.dtype)]
         only = only and all(isinstance(divisor, tirx.IntImm) for divisor in by)
         return only and all(isinstance(stmt, tirx.BufferStore) for stmt in body_statements(body))
 

@@ -229,7 +229,7 @@ class _Round:
         factor, other = self._root(a.factor), self._root(b.factor)
         if factor is not other and a.form.terms.keys().isdisjoint(b.form.terms):
             return False
-        if a.form.same_as(b.form) and not _same_buffer(a, b):
+        if a.form.same_as(b.form) and not (a.access.buffer.same_as(b.access.buffer) and a.dim != b.dim):
             if factor is other:
                 return False
             if self._join_if_as_long(factor, other):
@@ -340,11 +340,6 @@ class _Round:
         self._block(a, reason)
         self._block(b, reason)
         return False
-
-
-def _same_buffer(a: _Walked, b: _Walked) -> bool:
-    """Two dims of one parameter can't be one factor: an axis would split both."""
-    return a.access.buffer.same_as(b.access.buffer) and a.dim != b.dim
 
 
 def _base(coordinate: Linear, form: Linear, scope: set[tirx.Var]) -> Linear | None:

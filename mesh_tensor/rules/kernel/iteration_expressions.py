@@ -9,6 +9,7 @@ from functools import reduce
 
 from tvm import tirx
 
+from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.tir.effects import chosen, op_name
 from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import loads
@@ -105,7 +106,7 @@ class Expressions:
             return self._load(self._access(expr, statement))
         if isinstance(expr, tirx.Var) and self.keeps_its_value(expr):
             return self._expr(self.kernel.binds[expr], statement)
-        if isinstance(expr, tirx.Cast) and expr.dtype.startswith(("float", "bfloat")):
+        if isinstance(expr, tirx.Cast) and is_float(expr.dtype):
             return self._expr(expr.value, statement)
         name = op_name(expr)
         if type(expr) in _BINARY:

@@ -22,7 +22,7 @@ from mesh_tensor.tir.double_loops import unfuse, with_intervals
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointers, written
 from mesh_tensor.tir.linear import loop_ranges
 from mesh_tensor.tir.loops import forward, lengthen
-from mesh_tensor.tir.nodes import DIVISIONS, function_name, is_const, loads, nodes
+from mesh_tensor.tir.nodes import DIVISIONS, function_name, is_const, loads, nodes, used
 from mesh_tensor.tir.plain_statements import (
     with_places_from_the_end,
     with_plain_blocks,
@@ -254,18 +254,9 @@ def _filled(stmt: tirx.Stmt) -> tirx.Buffer | None:
         return None
     if nodes(tirx.Evaluate(record.value), tirx.Var, tirx.BufferLoad):
         return None
-    starts = all(is_const(low, 0) for low in record.dst.mins)
-    ends = all(ir.structural_equal(e, s) for e, s in zip(record.dst.extents, record.dst.buffer.shape, strict=True))
-    return record.dst.buffer if starts and ends else None
+    return record.dst.buffer if record.dst.is_whole else None
 
 
 def _last_use(stmts: list[tirx.Stmt], buffer: tirx.Buffer) -> tirx.Stmt | None:
     """The last statement that may read or write the buffer's memory, through views, too."""
-    return next((stmt for stmt in reversed(stmts) if _uses(stmt, buffer)), None)
-
-
-def _uses(stmt: tirx.Stmt, buffer: tirx.Buffer) -> bool:
-    accesses = nodes(stmt, tirx.BufferLoad, tirx.BufferStore)
-    return any(a.buffer.data.same_as(buffer.data) for a in accesses) or any(
-        var.same_as(buffer.data) for var in nodes(stmt, tirx.Var)
-    )
+    return next((stmt for stmt in reversed(stmts) if buffer.data in used(stmt)), None)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 from tvm import tirx
 
 from mesh_tensor.base.joined import Joined
 from mesh_tensor.tir.linear import vars_of
-from mesh_tensor.tir.nodes import int_or, is_const
+from mesh_tensor.tir.nodes import conjuncts, int_or, is_const
 
 from .statements import Access, Kernel, Loop, Statement
 
@@ -111,15 +112,7 @@ def _is_plain(loop: Loop) -> bool:
 
 def _below(conditions: Sequence[tirx.PrimExpr], var: tirx.Var, length: int) -> int:
     """How far the variable goes where the conditions hold."""
-    for condition in _parts(conditions):
+    for condition in chain.from_iterable(map(conjuncts, conditions)):
         if isinstance(condition, tirx.LT) and var.same_as(condition.a) and isinstance(condition.b, tirx.IntImm):
             length = min(length, max(int(condition.b), 0))
     return length
-
-
-def _parts(conditions: Iterable[tirx.PrimExpr]) -> Iterator[tirx.PrimExpr]:
-    for condition in conditions:
-        if isinstance(condition, tirx.And):
-            yield from _parts((condition.a, condition.b))
-        else:
-            yield condition

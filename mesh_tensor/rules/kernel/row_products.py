@@ -90,13 +90,9 @@ def _row(
     row = tirx.stmt_functor.substitute(row, {form.variable: place})
     scope = {loop.var for loop in live_range.scope}
     known = {place, *kernel.func.params, *scope}
-    return row if vars_of([row], {}) <= known and _encloses(scope, product) else None
+    return row if vars_of([row], {}) <= known and scope <= {loop.var for loop in product.loops} else None
 
 
 def _walked(target: Access) -> set[tirx.Var]:
     """The variables that walk what a statement writes."""
     return set().union(*(form.terms.keys() for form in target.forms if form is not None))
-
-
-def _encloses(scope: set[tirx.Var], product: Statement) -> bool:
-    return scope <= {loop.var for loop in product.loops}

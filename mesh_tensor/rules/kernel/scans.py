@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.tir.effects import chosen
 from mesh_tensor.tir.nodes import nodes
 
@@ -237,7 +238,7 @@ def _coefficient(expr: tirx.PrimExpr, store: tirx.BufferStore) -> tirx.PrimExpr 
     if isinstance(expr, tirx.BufferLoad) and expr.buffer.same_as(store.buffer):
         return tirx.const(1.0, expr.dtype)
     if not mentions(expr, store.buffer):
-        return tirx.const(math.nan if expr.dtype.startswith(("float", "bfloat")) else 0, expr.dtype)
+        return tirx.const(math.nan if is_float(expr.dtype) else 0, expr.dtype)
     if isinstance(expr, (tirx.Add, tirx.Sub)):
         a, b = _coefficient(expr.a, store), _coefficient(expr.b, store)
         if a is None or b is None or (isinstance(expr, tirx.Sub) and mentions(expr.b, store.buffer)):

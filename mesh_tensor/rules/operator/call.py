@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -131,6 +131,19 @@ def tensor_infos(info: relax.StructInfo) -> list[relax.StructInfo]:
     if not isinstance(info, relax.TupleStructInfo):
         return []
     return [leaf for field in info.fields for leaf in tensor_infos(field)]
+
+
+def tensors_in(args: Iterable[relax.Expr]) -> list[relax.Expr]:
+    """The tensors among arguments, tuples flattened."""
+    found = []
+    for arg in args:
+        if isinstance(arg, relax.Tuple):
+            found += tensors_in(arg.fields)
+        elif isinstance(arg.struct_info, relax.TensorStructInfo):
+            found.append(arg)
+        elif isinstance(arg.struct_info, relax.TupleStructInfo):
+            found += tensors_in([relax.TupleGetItem(arg, n) for n in range(len(arg.struct_info.fields))])
+    return found
 
 
 def tensor_types(info: relax.StructInfo, what: str) -> tuple[TensorType, ...]:

@@ -12,7 +12,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.lowering.local_calls import tile_info
 from mesh_tensor.plan.explicit import Form
 from mesh_tensor.program.plan_module import ModulePlan
-from mesh_tensor.rules.operator.call import packed, plain, tensor_infos
+from mesh_tensor.rules.operator.call import packed, plain, tensor_infos, tensors_in
 from mesh_tensor.targets.torch_ops import has_torch_function, local_operators
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.nodes import nodes
@@ -155,19 +155,19 @@ def _of_nothing(call: relax.Call) -> bool:
     """Whether an operand has no elements (what TVM sums of them is what memory held), or a result has none (TVM divides
     by its size)."""
     made = call.struct_info.fields if isinstance(call.struct_info, relax.TupleStructInfo) else [call.struct_info]
-    infos = [*(tensor.struct_info for tensor in _tensors(call.args)), *made]
+    infos = [*(tensor.struct_info for tensor in tensors_in(call.args)), *made]
     return any(0 in plain(info.shape) for info in infos)
 
 
 def _low_precision(call: relax.Call) -> bool:
     """Whether tensors of the call have a dtype that C has not."""
-    infos = [*(tensor.struct_info for tensor in _tensors(call.args)), *tensor_infos(call.struct_info)]
+    infos = [*(tensor.struct_info for tensor in tensors_in(call.args)), *tensor_infos(call.struct_info)]
     return any(str(info.dtype).startswith(_NOT_IN_C) for info in infos)
 
 
 def _builds(call: relax.Call) -> bool:
     """Whether TVM builds this call."""
-    operands = {arg: relax.Var("x", arg.struct_info) for arg in _tensors(call.args) if isinstance(arg, relax.Var)}
+    operands = {arg: relax.Var("x", arg.struct_info) for arg in tensors_in(call.args) if isinstance(arg, relax.Var)}
     builder = relax.BlockBuilder()
     with builder.function("main", list(operands.values())):
         builder.emit_func_output(builder.emit(_with_operands(call, operands)))
@@ -189,7 +189,7 @@ def _with_operands(expr: relax.Expr, operands: dict[relax.Var, relax.Var]) -> re
 
 
 def _operator_call(call: relax.Call) -> relax.Expr:
-    return packed("mesh.operator", [relax.StringImm(ir.save_json(call)), *_tensors(call.args)], call.struct_info)
+    return packed("mesh.operator", [relax.StringImm(ir.save_json(call)), *tensors_in(call.args)], call.struct_info)
 
 
 def _kernel_call(call: relax.Call, kernel: tirx.PrimFunc) -> relax.Expr:
@@ -199,19 +199,6 @@ def _kernel_call(call: relax.Call, kernel: tirx.PrimFunc) -> relax.Expr:
     return packed(
         "mesh.kernel", [relax.StringImm(ir.save_json(kernel)), *shapes, *call.args[1].fields], call.struct_info
     )
-
-
-def _tensors(args: Any) -> list[relax.Expr]:
-    """The tensors among arguments, tuples flattened."""
-    found = []
-    for arg in args:
-        if isinstance(arg.struct_info, relax.TensorStructInfo):
-            found.append(arg)
-        elif isinstance(arg, relax.Tuple):
-            found += _tensors(arg.fields)
-        elif isinstance(arg.struct_info, relax.TupleStructInfo):
-            found += _tensors([relax.TupleGetItem(arg, n) for n in range(len(arg.struct_info.fields))])
-    return found
 
 
 def _is_tilelang(func: Any) -> bool:

@@ -67,29 +67,25 @@ class WorkerPeers:
 
     def scatter(self, shape: Shape, dtype: torch.dtype, dst: Sharding) -> Exchange | ChunkedAllReduce:
         """From a whole tensor that only worker 0 has to tiles."""
-        key = ("scatter", shape, dtype, dst)
-        exchange = self._made.get(key)
-        if exchange is None:
+
+        def make() -> Exchange:
             deliveries = [_from_first(shape, dst, rank) for rank in range(self.mesh.num_devices)]
-            types, blank = (
-                TileTypes(shape, dst.tile_shape(shape), dtype),
-                neutral(dst.partial[0][1] if dst.partial else "sum", dtype_name(dtype)),
-            )
-            exchange = Exchange(deliveries, self.rank, self.everybody(), types, combiner("max", dtype), blank)
-            self._made.put(key, exchange)
-        return exchange
+            types = TileTypes(shape, dst.tile_shape(shape), dtype)
+            blank = neutral(dst.partial[0][1] if dst.partial else "sum", dtype_name(dtype))
+            return Exchange(deliveries, self.rank, self.everybody(), types, combiner("max", dtype), blank)
+
+        return self._made.made(("scatter", shape, dtype, dst), make)
 
     def gather(self, shape: Shape, dtype: torch.dtype, src: Sharding) -> Exchange | ChunkedAllReduce:
         """From tiles to a whole tensor, which only worker 0 gets."""
-        key = ("gather", shape, dtype, src)
-        exchange = self._made.get(key)
-        if exchange is None:
+
+        def make() -> Exchange:
             reshard = reshard_of(shape, dtype, src, Sharding.of(self.mesh, len(shape), {}))
             pieces = next((delivery.pieces for delivery in reshard.deliveries if 0 in delivery.ranks), ())
             types = TileTypes(src.tile_shape(shape), shape, dtype)
-            exchange = Exchange([Delivery((0,), pieces, False)], self.rank, self.everybody(), types, reshard.combine, 0)
-            self._made.put(key, exchange)
-        return exchange
+            return Exchange([Delivery((0,), pieces, False)], self.rank, self.everybody(), types, reshard.combine, 0)
+
+        return self._made.made(("gather", shape, dtype, src), make)
 
     def leave(self) -> None:
         """Close the connections: who waits for this worker fails at once instead of when its time is up."""
@@ -116,13 +112,12 @@ class WorkerPeers:
 def _from_first(shape: Shape, dst: Sharding, rank: int) -> Delivery:
     """What worker `rank` gets of a tensor that worker 0 has."""
     at = dst.mesh.coordinate(rank)
-    extent, offset = dst.valid_extent(shape, rank), dst.tile_offset(shape, rank)
+    extent = dst.valid_extent(shape, rank)
     if any(at[axis] for axis, _ in dst.partial):
         return Delivery((rank,), (), True)
     if 0 in extent:
         return Delivery((rank,), (), False)
-    box = tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))
-    return Delivery((rank,), (Piece(tuple(slice(0, e) for e in extent), ((0, box),)),), False)
+    return Delivery((rank,), (Piece(tuple(slice(0, e) for e in extent), ((0, dst.box(shape, rank)),)),), False)
 
 
 def as_torch(tensor: Any) -> torch.Tensor:

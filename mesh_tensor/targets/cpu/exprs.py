@@ -13,7 +13,6 @@ from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.effects import INTRINSICS
 from mesh_tensor.tir.nodes import is_const, nodes
 from mesh_tensor.tir.prover import begins_anew
-from mesh_tensor.tir.rewrite import sequence, statements
 from mesh_tensor.tir.user_reports import report_of
 
 BINARY = (
@@ -51,20 +50,6 @@ def map_children(expr: tirx.PrimExpr, fn: Callable[[tirx.PrimExpr], tirx.PrimExp
     if isinstance(expr, tirx.BufferLoad):
         return tirx.BufferLoad(expr.buffer, [fn(index) for index in expr.indices])
     raise TypeError(f"{type(expr).__name__} is not an expression that the CPU passes know")
-
-
-def map_bodies(stmt: tirx.Stmt, fn: Callable[[tirx.Stmt], tirx.Stmt]) -> tirx.Stmt:
-    """`stmt` with `fn` applied to each of the statements in it."""
-    if isinstance(stmt, tirx.SeqStmt):
-        return sequence([fn(part) for part in statements(stmt)])
-    if isinstance(stmt, tirx.For):
-        return tirx.For(stmt.loop_var, stmt.min, stmt.extent, tirx.ForKind.SERIAL, fn(stmt.body), step=stmt.step)
-    if isinstance(stmt, tirx.While):
-        return tirx.While(stmt.condition, fn(stmt.body))
-    if isinstance(stmt, tirx.IfThenElse):
-        else_case = None if stmt.else_case is None else fn(stmt.else_case)
-        return tirx.IfThenElse(stmt.condition, fn(stmt.then_case), else_case)
-    return stmt
 
 
 def is_pure_index(expr: tirx.PrimExpr) -> bool:

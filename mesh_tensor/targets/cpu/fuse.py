@@ -16,10 +16,10 @@ from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.nodes import is_const, loads, nodes
-from mesh_tensor.tir.rewrite import sequence, statements
+from mesh_tensor.tir.nodes import expressions, is_const, loads, nodes
+from mesh_tensor.tir.rewrite import inner, sequence, statements, with_inner
 
-from .exprs import FLOAT_FUNCTIONS, VECTORISED, is_pure_index, map_bodies
+from .exprs import FLOAT_FUNCTIONS, VECTORISED, is_pure_index
 from .reduce import is_total
 
 _LONG_ROW = CPU.tuning.long_row
@@ -60,19 +60,8 @@ def accesses(stmt: tirx.Stmt) -> list[MemoryAccess] | None:
 def walk(stmt: tirx.Stmt) -> Iterator[tirx.Stmt]:
     """`stmt` and the statements in it, in order."""
     yield stmt
-    for child in _children(stmt):
+    for child in inner(stmt):
         yield from walk(child)
-
-
-def expressions(stmt: tirx.Stmt) -> list[tirx.PrimExpr]:
-    """The expressions of a statement itself, without those of statements in it."""
-    if isinstance(stmt, tirx.BufferStore):
-        return [stmt.value, *stmt.indices]
-    if isinstance(stmt, tirx.Evaluate | tirx.Bind):
-        return [stmt.value]
-    if isinstance(stmt, tirx.For):
-        return [stmt.min, stmt.extent, *([] if stmt.step is None else [stmt.step])]
-    return [stmt.condition] if isinstance(stmt, tirx.IfThenElse | tirx.While) else []
 
 
 def uses_in(where: tirx.Stmt) -> Iterator[tirx.BufferLoad | tirx.BufferStore | tirx.Var]:
@@ -98,16 +87,6 @@ def uses(expr: tirx.PrimExpr, var: tirx.Var) -> bool:
     return any(var.same_as(found) for found in tirx.analysis.undefined_vars(expr))
 
 
-def _children(stmt: tirx.Stmt) -> list[tirx.Stmt]:
-    if isinstance(stmt, tirx.SeqStmt):
-        return list(stmt.seq)
-    if isinstance(stmt, tirx.For | tirx.While):
-        return [stmt.body]
-    if isinstance(stmt, tirx.IfThenElse):
-        return [stmt.then_case] if stmt.else_case is None else [stmt.then_case, stmt.else_case]
-    return []
-
-
 def _loads(expr: tirx.PrimExpr) -> list[MemoryAccess]:
     return [MemoryAccess(load.buffer, tuple(load.indices), False) for load in loads(expr)]
 
@@ -127,7 +106,7 @@ class _Fuse:
     def stmt(self, stmt: tirx.Stmt) -> tirx.Stmt:
         if isinstance(stmt, tirx.SeqStmt):
             return sequence(self._sequence(statements(stmt)))
-        return map_bodies(stmt, self.stmt)
+        return with_inner(stmt, self.stmt)
 
     def _sequence(self, parts: list[tirx.Stmt]) -> list[tirx.Stmt]:
         kept: list[tirx.Stmt] = []
@@ -242,7 +221,7 @@ def _plain(value: tirx.PrimExpr) -> bool:
 
 def _without_single(stmt: tirx.Stmt) -> tirx.Stmt:
     """`stmt` without loops of one iteration, so that dims of extent 1 are in nobody's way."""
-    loop = map_bodies(stmt, _without_single)
+    loop = with_inner(stmt, _without_single)
     is_single = isinstance(loop, tirx.For) and is_const(loop.extent, 1) and is_pure_index(loop.min)
     # Where there are other statements than plain ones, one of them may be a `break`.
     return substitute(loop.body, {loop.loop_var: loop.min}) if is_single and accesses(loop) is not None else loop
@@ -250,4 +229,4 @@ def _without_single(stmt: tirx.Stmt) -> tirx.Stmt:
 
 def _joined(first: tirx.For, second: tirx.For) -> tirx.For:
     body = substitute(second.body, {second.loop_var: first.loop_var})
-    return map_bodies(first, lambda mine: sequence([*statements(mine), *statements(body)]))
+    return with_inner(first, lambda mine: sequence([*statements(mine), *statements(body)]))

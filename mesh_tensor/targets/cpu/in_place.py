@@ -17,7 +17,7 @@ from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.tir.effects import written
 from mesh_tensor.tir.memory import strides_of
 from mesh_tensor.tir.nodes import int_or, nodes
-from mesh_tensor.tir.rewrite import block_like, sequence
+from mesh_tensor.tir.rewrite import block_like, sequence, with_inner
 from mesh_tensor.tir.tile_calls import parse_tile_op
 from mesh_tensor.tir.tile_ops import Copy, Gemm, Region, TileOp
 
@@ -50,7 +50,7 @@ class _InPlace:
             tirx.SeqStmt: self._sequence,
             tirx.For: self._for,
             tirx.IfThenElse: self._if,
-            tirx.AttrStmt: lambda s: tirx.AttrStmt(s.node, s.attr_key, s.value, self._stmt(s.body)),
+            tirx.AttrStmt: lambda attr: with_inner(attr, self._stmt),
         }
 
     def run(self) -> tirx.PrimFunc:
@@ -77,11 +77,7 @@ class _InPlace:
     def _for(self, loop: tirx.For) -> tirx.Stmt:
         self._bounds.loop(loop.loop_var, loop.min, loop.extent)
         self._known.add(loop.loop_var)
-        body = self._stmt(loop.body)
-        binding = loop.thread_binding
-        return tirx.For(
-            loop.loop_var, loop.min, loop.extent, loop.kind, body, binding, loop.annotations, step=loop.step
-        )
+        return with_inner(loop, self._stmt)
 
     def _if(self, branch: tirx.IfThenElse) -> tirx.Stmt:
         with self._bounds.assume(branch.condition):

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, substitute
 
-from mesh_tensor.tir.rewrite import sequence, statements
+from mesh_tensor.tir.rewrite import sequence, statements, with_inner
 
-from .exprs import PREFETCH, const, is_pure_index, loop_nest, map_bodies
+from .exprs import PREFETCH, const, is_pure_index, loop_nest
 from .fuse import MemoryAccess, accesses, contiguous, walk
 from .reduce import LANES, is_total
 
@@ -32,7 +32,7 @@ def step_by_lanes(body: tirx.Stmt, params: frozenset[tirx.Var]) -> tirx.Stmt:
 def _one(place: int, siblings: Sequence[tirx.Stmt], params: frozenset[tirx.Var]) -> tirx.Stmt:
     stmt = siblings[place]
     if not isinstance(stmt, tirx.For) or not _has_totals(stmt):
-        return map_bodies(stmt, lambda body: step_by_lanes(body, params))
+        return with_inner(stmt, lambda body: step_by_lanes(body, params))
     return _steps(stmt, [] if _rows(stmt, stmt, params) else _wanted(place, siblings, params))
 
 

@@ -13,11 +13,11 @@ from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform
 
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.nodes import int_or, is_const, nodes
-from mesh_tensor.tir.rewrite import sequence, statements
+from mesh_tensor.tir.nodes import expressions, int_or, is_const, nodes
+from mesh_tensor.tir.rewrite import sequence, statements, with_inner
 
-from .exprs import GEMM, const, map_bodies, same
-from .fuse import expressions, uses_in, walk
+from .exprs import GEMM, const, same
+from .fuse import uses_in, walk
 
 #: Where the arguments of a product's call are.
 FACTORS, RESULT = (1, 2), 3
@@ -36,7 +36,7 @@ def map_sequences(stmt: tirx.Stmt, change: Callable[[list[tirx.Stmt]], list[tirx
     """`stmt` with `change` applied to the statements of every sequence in it, inner ones first."""
     if isinstance(stmt, tirx.SeqStmt):
         return sequence(change([map_sequences(part, change) for part in statements(stmt)]))
-    return map_bodies(stmt, lambda part: map_sequences(part, change))
+    return with_inner(stmt, lambda part: map_sequences(part, change))
 
 
 def own_blocks(body: tirx.Stmt) -> dict[tirx.Var, tirx.Buffer]:

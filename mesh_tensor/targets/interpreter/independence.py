@@ -16,6 +16,7 @@ from tvm import tirx
 
 from mesh_tensor.tir.linear import Linear, sum_of
 from mesh_tensor.tir.nodes import same_expression
+from mesh_tensor.tir.rewrite import inner
 
 from .nest import NestLoop, Touch, read_nest
 
@@ -43,20 +44,11 @@ def lanes_of(root: tirx.For) -> dict[int, int]:
 
 
 def _number(stmt: tirx.Stmt, lanes: set[int], depth: int, axes: dict[int, int]) -> None:
-    if isinstance(stmt, tirx.For):
-        if hash(stmt.loop_var) in lanes:
-            axes[hash(stmt.loop_var)] = depth
-            depth += 1
-        _number(stmt.body, lanes, depth, axes)
-    elif isinstance(stmt, tirx.SeqStmt):
-        for child in stmt.seq:
-            _number(child, lanes, depth, axes)
-    elif isinstance(stmt, tirx.IfThenElse):
-        _number(stmt.then_case, lanes, depth, axes)
-        if stmt.else_case is not None:
-            _number(stmt.else_case, lanes, depth, axes)
-    elif isinstance(stmt, tirx.AttrStmt):
-        _number(stmt.body, lanes, depth, axes)
+    if isinstance(stmt, tirx.For) and hash(stmt.loop_var) in lanes:
+        axes[hash(stmt.loop_var)] = depth
+        depth += 1
+    for child in inner(stmt):
+        _number(child, lanes, depth, axes)
 
 
 @dataclass(frozen=True)
