@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 
-from tvm import arith, ir, tirx
+from tvm import ir, tirx
 
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR
 from mesh_tensor.base.errors import MeshTensorError, refuse
@@ -29,6 +29,7 @@ from mesh_tensor.tir.plain_statements import (
     with_values_in_place,
     without_early_exits,
 )
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.reducers import parts_of, without_reducers
 from mesh_tensor.tir.rewrite import call_like, loop_like, number, sequence, with_indices
 from mesh_tensor.tir.tile_calls import parse_tile_op
@@ -128,7 +129,7 @@ def _refuse_division_by_0(func: tirx.PrimFunc) -> None:
 
 def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """`x[k * 64 : (k + 1) * 64]` is 64 long: the extents of regions are constants where they can be."""
-    analyzer = arith.Analyzer()
+    analyzer = Prover()
 
     def plain(call: tirx.Call) -> tirx.Call | None:
         if op_name(call) != "tl.region" or all(isinstance(extent, tirx.IntImm) for extent in call.args[2:]):
@@ -189,7 +190,7 @@ def _without_noops(body: tirx.Stmt) -> tirx.Stmt:
 def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """`KV[b, head // 16]` of one head is `KV[b, 0]` where there are 16: the loop over heads walks no dim of it. Where
     blocks start is left: a block of 16 rows walks the only one, too."""
-    analyzer, loops = arith.Analyzer(), list(nodes(func.body, tirx.For))
+    analyzer, loops = Prover(), list(nodes(func.body, tirx.For))
     times = Counter(loop.loop_var for loop in loops)
     for loop in loops:
         if times[loop.loop_var] == 1:
@@ -211,7 +212,7 @@ def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return func if body.same_as(func.body) else func.with_body(body)
 
 
-def _plain(index: tirx.PrimExpr, size: tirx.PrimExpr, analyzer: arith.Analyzer) -> tirx.PrimExpr:
+def _plain(index: tirx.PrimExpr, size: tirx.PrimExpr, analyzer: Prover) -> tirx.PrimExpr:
     is_single = is_const(size, 1) and not isinstance(index, (tirx.IntImm, tirx.Ramp))
     return tirx.IntImm(index.dtype, 0) if is_single and analyzer.can_prove_equal(index, 0) else index
 
