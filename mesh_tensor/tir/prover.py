@@ -11,6 +11,7 @@ from itertools import cycle
 from typing import Any
 
 from tvm import DataType, arith, ir, tirx
+from tvm.error import InternalError
 
 from mesh_tensor.base.dtypes import extreme
 
@@ -37,7 +38,12 @@ class Prover(arith.Analyzer):
 
     def simplify(self, expr: Any, steps: int = 2) -> Any:
         """An expression in a simpler form; as it is, where numbers in it may begin anew."""
-        return expr if begins_anew(expr, self) else super().simplify(expr, steps)
+        if begins_anew(expr, self):
+            return expr
+        try:
+            return super().simplify(expr, steps)
+        except InternalError:  # of a difference of numbers without a sign, as comparisons of them are made of
+            return expr
 
     def const_int_bound(self, expr: tirx.PrimExpr) -> arith.ConstIntBound:
         """Between which numbers an expression is."""
@@ -46,7 +52,14 @@ class Prover(arith.Analyzer):
     def can_prove(self, expr: Any, *args: Any) -> bool:
         """Whether it can be proved that a condition holds for all values in the ranges."""
         refuted = any(is_const(self._at(expr, example), 0) for example in self._examples(expr))
-        return not refuted and not begins_anew(expr, self) and bool(super().can_prove(expr, *args))
+        if refuted or begins_anew(expr, self):
+            return False
+        if any(comparison.a.dtype.startswith("uint") for comparison in nodes(expr, *_COMPARISONS)):
+            args = ()  # what TVM proves in stronger ways is wrong there: it looks at differences, which begin anew
+        try:
+            return bool(super().can_prove(expr, *args))
+        except InternalError:
+            return False
 
     def can_prove_equal(self, lhs: Any, rhs: Any) -> bool:
         """Whether it can be proved that they are equal for all values in the ranges."""
@@ -61,7 +74,10 @@ class Prover(arith.Analyzer):
     def _proves_equal(self, lhs: Any, rhs: Any) -> bool:
         if begins_anew(lhs, self) or begins_anew(rhs, self):
             return isinstance(lhs, tirx.PrimExpr) and isinstance(rhs, tirx.PrimExpr) and same_expression(lhs, rhs)
-        return bool(super().can_prove_equal(lhs, rhs))
+        try:
+            return bool(super().can_prove_equal(lhs, rhs))
+        except InternalError:
+            return False
 
     def _are_alike(self, one: Any, other: Any) -> bool:
         """Whether conditions, and what is chosen by them, are made alike of what is equal: to prove that they are equal
@@ -175,7 +191,8 @@ def _may_begin_anew(node: tirx.PrimExpr, analyzer: arith.Analyzer) -> bool:
     if isinstance(node, tirx.Cast):
         is_whole = _is_integer(dtype) and _is_integer(node.value.dtype)
         return is_whole and not keeps_numbers(node) and _may_leave(node.value, dtype, analyzer)
-    return dtype not in _WIDE and _is_integer(dtype) and _may_leave(node, dtype, analyzer)
+    is_defined = dtype not in _WIDE or isinstance(node, tirx.Call)  # bits that are shifted out are, of any type
+    return is_defined and _is_integer(dtype) and _may_leave(node, dtype, analyzer)
 
 
 def _may_leave(expr: tirx.PrimExpr, dtype: str, analyzer: arith.Analyzer) -> bool:
