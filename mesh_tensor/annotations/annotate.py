@@ -14,7 +14,6 @@ from typing import Any
 
 import tvm_ffi
 from tvm import tirx
-from tvm.arith import Analyzer
 from tvm.error import InternalError
 from tvm.tirx.stmt_functor import substitute
 
@@ -22,6 +21,7 @@ from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.tir.nodes import DIVISIONS, function_name, is_const, nodes
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.views import declared
 
 from .annotation import HOW_TO_ANNOTATE, BufferAnnotation, check, complete, from_attr, metadata_to_attr
@@ -280,7 +280,7 @@ def _replace(value: Any, values: Mapping[tirx.Var, tirx.PrimExpr]) -> Any:
 
 
 def _simplify(expr: tirx.PrimExpr) -> tirx.PrimExpr:
-    return Analyzer().simplify(expr)
+    return Prover().simplify(expr)
 
 
 def _variables(expr: Any) -> list[tirx.Var]:

@@ -13,12 +13,13 @@ from typing import Any, NoReturn
 import tvm_ffi
 from tilelang.jit import JITImpl
 from tilelang.language.eager.builder import Builder
-from tvm import arith, ir, tirx
+from tvm import ir, tirx
 
 from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refuse, shown
 from mesh_tensor.base.sharding import ceildiv
 from mesh_tensor.tir.nodes import function_name, int_or
 from mesh_tensor.tir.plain_statements import with_contiguous_rows
+from mesh_tensor.tir.prover import Prover
 
 from .annotation import BufferAnnotation, is_int
 
@@ -262,5 +263,5 @@ def _alike(ours: list[Any] | None, theirs: list[Any]) -> bool:
     """Whether both are certainly the same extents."""
     if ours is None or len(ours) != len(theirs):
         return False
-    prove = arith.Analyzer().can_prove_equal
+    prove = Prover().can_prove_equal
     return all(a == b if is_int(a) and is_int(b) else prove(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
-from tvm import arith, ir, relax, tirx
+from tvm import ir, relax, tirx
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.tir.prover import Prover
 
 # Of operands and options, what an operator makes; None where TVM's conversion is right.
 Conversion = Callable[[relax.BlockBuilder, Any, Mapping[str, Any]], relax.Expr | None]
@@ -79,7 +80,7 @@ def _of_sizes(op: Callable[[tirx.PrimExpr, tirx.PrimExpr], tirx.PrimExpr | None]
 
 def _quotient(a: tirx.PrimExpr, b: tirx.PrimExpr) -> tirx.PrimExpr | None:
     """Of what is at least 0, where both ways to round are one."""
-    least = arith.Analyzer().const_int_bound(a).min_value
+    least = Prover().const_int_bound(a).min_value
     sizes = [*_parts(a, tirx.Var)]
     positive = not [*_parts(a, tirx.Sub)] and all(int(number) >= 0 for number in _parts(a, tirx.IntImm))
     fine = _is_number(b) and int(b) > 0 and (least >= 0 or (sizes and positive))

@@ -29,8 +29,9 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.prices import prices_on
 from mesh_tensor.plan.tir_rule import Sizes
 from mesh_tensor.rules.kernel.factor_derivation import Dim
-from mesh_tensor.rules.kernel.normalize import ANALYSES, normalize, without_overflow
+from mesh_tensor.rules.kernel.normalize import ANALYSES, normalize
 from mesh_tensor.rules.kernel.statements import buffer_params, without_binds
+from mesh_tensor.rules.kernel.whole_numbers import without_overflow
 from mesh_tensor.tir.grids import grids_of
 from mesh_tensor.tir.nodes import function_name, loads
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from keyword import iskeyword
 from typing import Any
 
-from tvm import arith, tirx
+from tvm import tirx
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
@@ -17,6 +17,7 @@ from mesh_tensor.rules.kernel.factors import Blocked, Factor, tile_extent, with_
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.tir.linear import Linear
 from mesh_tensor.tir.nodes import is_const, nodes
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.rewrite import reshaped
 
 
@@ -111,7 +112,7 @@ def make_split(
     factor: Factor,
     axes: tuple[str, ...],
     coordinates: DeviceCoordinates,
-    analyzer: arith.Analyzer,
+    analyzer: Prover,
     size: tirx.PrimExpr,
     written_locally: bool,
 ) -> Split:

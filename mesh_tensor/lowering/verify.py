@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tvm import arith, tirx
+from tvm import tirx
 
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR, TILES_ATTR
 from mesh_tensor.base.mesh import Mesh
@@ -26,6 +26,7 @@ from mesh_tensor.rules.kernel.statements import buffer_params
 from mesh_tensor.tir.bounds import accesses_outside
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.views import declared
 
 from .local_view import Collective, LocalKernel, Lowered, Tensor
@@ -99,7 +100,7 @@ def _left_as_they_are(analysis: Analysis) -> Iterator[tuple[str, int]]:
 def _long_loops(func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment, mesh: Mesh) -> list[str]:
     """Loops over a split factor that run further than the tile."""
     extents = {loop.loop_var: loop.extent for loop in nodes(func.body, tirx.For)}
-    analyzer, problems = arith.Analyzer(), []
+    analyzer, problems = Prover(), []
     for factor in analysis.factors:
         parts = [mesh.size(axis) for axis in assignment.axes_of(factor)]
         if all(n == 1 for n in parts):
@@ -225,4 +226,4 @@ def _same_shape(a: Sequence[tirx.PrimExpr], b: Sequence[tirx.PrimExpr]) -> bool:
 def _is_same_size(a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
     if isinstance(a, tirx.IntImm) and isinstance(b, tirx.IntImm):
         return int(a) == int(b)
-    return bool(arith.Analyzer().can_prove_equal(a, b))
+    return bool(Prover().can_prove_equal(a, b))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from tvm import arith, tirx
+from tvm import tirx
 
 from mesh_tensor.annotations.annotate import TILES_ATTR
 from mesh_tensor.base.errors import refuse
@@ -18,6 +18,7 @@ from mesh_tensor.rules.kernel.reader import read_kernel
 from mesh_tensor.rules.kernel.statements import Access, Kernel, Statement, buffer_params
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.memory import memories, named
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.rewrite import exchange_buffers, reshaped
 from mesh_tensor.tir.tile_position import fill, helpers_in, text_of
 from mesh_tensor.tir.view_map import ViewMap
@@ -85,7 +86,7 @@ def read_view(func: tirx.PrimFunc, asked: dict[str, Sharding], view: str) -> Rea
 def _check_tiles(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> None:
     """The tiles that the author asked for are those of the annotations: a kernel may have been annotated anew."""
     tiles = func.attrs[TILES_ATTR] if func.attrs is not None and TILES_ATTR in func.attrs else {}
-    analyzer, problems = arith.Analyzer(), []
+    analyzer, problems = Prover(), []
     for name, buffer in buffer_params(func).items():
         if buffer.data in tiles:
             now = asked[name].tile_shape(buffer.shape) if name in asked else buffer.shape
@@ -101,7 +102,7 @@ def _check_tiles(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> None:
 
 
 def _shape(shape: Sequence) -> str:
-    simplify = arith.Analyzer().simplify
+    simplify = Prover().simplify
     return " x ".join(str(simplify(size) if isinstance(size, tirx.PrimExpr) else size) for size in shape)
 
 
@@ -180,7 +181,7 @@ def refuse_views_of_tiles(func: tirx.PrimFunc, asked: dict[str, Sharding], view:
         for memory in memories(func).values()
         if memory.is_param and str(memory.owner.name) in asked
         for buffer in memory.views
-        for dim in ViewMap(buffer, memory.owner, arith.Analyzer()).mixed_dims
+        for dim in ViewMap(buffer, memory.owner, Prover()).mixed_dims
         if asked[str(memory.owner.name)].num_shards(dim) > 1
     ]
     if facts:
@@ -217,7 +218,7 @@ def _why(form: Linear, reason: str) -> str:
 
 def over_tiles(func: tirx.PrimFunc, asked: dict[str, Sharding]) -> tirx.PrimFunc:
     """The function with its annotated parameters as tiles, and with what the tile helpers are worth."""
-    analyzer = arith.Analyzer()
+    analyzer = Prover()
     mapping = {}
     params = buffer_params(func)
     for name, buffer in params.items():

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import combinations
 from types import MappingProxyType
 
-from tvm import arith, tirx
+from tvm import tirx
 from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.errors import MeshTensorError, refuse
@@ -27,6 +27,7 @@ from mesh_tensor.rules.operator import OpRule, has_rule, rule_of
 from mesh_tensor.rules.operator.rule import InnerReduction, whole_rule
 from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import int_or
+from mesh_tensor.tir.prover import Prover
 
 from .ir import ANNOTATE, Graph, Node
 from .tir_atoms import divides_groups, in_groups, plain_dims, with_compound_dims
@@ -115,7 +116,7 @@ def known_size(size: tirx.PrimExpr | int, sizes: Sizes) -> tirx.PrimExpr | int:
     """A size, where its symbols have these sizes."""
     if not sizes or isinstance(size, (int, tirx.IntImm)):
         return size
-    return arith.Analyzer().simplify(substitute(size, {v: tirx.IntImm(v.dtype, n) for v, n in sizes.items()}))
+    return Prover().simplify(substitute(size, {v: tirx.IntImm(v.dtype, n) for v, n in sizes.items()}))
 
 
 def typical_size(size: tirx.PrimExpr | int, sizes: Sizes) -> int:

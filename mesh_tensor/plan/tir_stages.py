@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tvm import arith, ir, relax, tirx
+from tvm import ir, relax, tirx
 from tvm.ir import Range
 
 from mesh_tensor.annotations.annotate import TILES_ATTR, sized
@@ -23,6 +23,7 @@ from mesh_tensor.rules.operator.call import OpCall, op_call
 from mesh_tensor.tir.effects import side_effect, written
 from mesh_tensor.tir.memory import named
 from mesh_tensor.tir.nodes import function_name, nodes
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.rewrite import row_by_row
 from mesh_tensor.tir.tile_position import helpers_in
 from mesh_tensor.tir.views import left_views, resolve_views
@@ -237,7 +238,7 @@ def is_reshape(kernel: tirx.PrimFunc) -> bool:
         return False
     if loaded(load.indices) or not _reaches_all(store, loops) or math.prod(_shape(source)) != math.prod(_shape(target)):
         return False
-    analyzer = arith.Analyzer()
+    analyzer = Prover()
     for var, extent in loops.items():
         analyzer.bind(var, Range(0, extent))
     return analyzer.can_prove_equal(row_by_row(load.indices, _shape(source)), row_by_row(store.indices, _shape(target)))

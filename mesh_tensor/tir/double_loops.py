@@ -17,6 +17,7 @@ from tvm import arith, tirx
 from .effects import leaves_kernel, leaves_loop, op_name
 from .linear import holds_always, loop_ranges, loops_in
 from .nodes import is_const, nodes
+from .prover import Prover
 from .rewrite import call_like, sequence, statements, without_mark
 
 #: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding.
@@ -235,7 +236,7 @@ def _two_loops(
     parts = [sequence(part) for part in (first, inside, last)]
     if not inside or any(used not in known for part in parts for used in tirx.analysis.undefined_vars(part)):
         return None  # a value that is bound in one of them is used in another
-    analyzer = arith.Analyzer()
+    analyzer = Prover()
     for of, extent in ((outer, int(loop.extent) // length), (inner, length)):
         analyzer.update(of, arith.ConstIntBound(0, extent - 1), True)
 
@@ -274,7 +275,7 @@ def _joined(loop: tirx.For) -> tirx.Stmt | None:
 
 def _with_whole_places(body: tirx.Stmt, var: tirx.Var) -> tirx.Stmt:
     """`v // 2 * 16 + v % 2 * 8` is `v * 8`."""
-    analyzer = arith.Analyzer()
+    analyzer = Prover()
 
     def whole(expr: tirx.Add) -> tirx.PrimExpr | None:
         divided = any(var.same_as(node.a) for node in nodes(expr, tirx.FloorMod))

@@ -13,7 +13,10 @@ from tvm import arith, ir, tirx
 
 from .effects import chosen, op_name
 from .nodes import DIVISIONS, nodes
-from .prover import Prover
+from .prover import Prover, keeps_numbers
+
+_WIDE = frozenset({"int32", "int64"})  # what leaves these is not defined
+_SUMS = (tirx.Add, tirx.Sub, tirx.Mul)
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,12 @@ class Linear:
 
 
 def sum_of(expr: tirx.PrimExpr | int, term: Callable[[tirx.PrimExpr], Linear | None]) -> Linear | None:
-    """`expr` as sums, differences and multiples of what `term` makes of its other parts; None where one has no form."""
+    """`expr` as sums, differences and multiples of what `term` makes of its other parts; None where one has no form.
+    What is computed in a narrow type, or one without a sign, may begin anew, and is no sum."""
     if isinstance(expr, (int, tirx.IntImm)):
         return Linear({}, int(expr))
+    if isinstance(expr, _SUMS) and expr.dtype not in _WIDE:
+        return term(expr)
     if isinstance(expr, (tirx.Add, tirx.Sub)):
         a, b = sum_of(expr.a, term), sum_of(expr.b, term)
         return None if a is None or b is None else a + b if isinstance(expr, tirx.Add) else a - b
@@ -81,7 +87,7 @@ def linear_form(expr: tirx.PrimExpr | int, binds: Mapping[tirx.Var, tirx.PrimExp
     def term(part: tirx.PrimExpr) -> Linear | None:
         if isinstance(part, tirx.Var):
             return sum_of(binds[part], term) if part in binds else Linear({part: 1})
-        if isinstance(part, tirx.Cast) and part.dtype.startswith(("int", "uint")):
+        if isinstance(part, tirx.Cast) and (keeps_numbers(part) or {part.dtype, part.value.dtype} <= _WIDE):
             return sum_of(part.value, term)
         if isinstance(part, (tirx.FloorDiv, tirx.FloorMod)) and isinstance(part.b, tirx.IntImm) and int(part.b) > 0:
             form, by = sum_of(part.a, term), int(part.b)
@@ -208,11 +214,11 @@ def _evaluated(expr: tirx.PrimExpr, values: Values) -> np.ndarray:
         return np.asarray(int(expr), np.int64)
     if isinstance(expr, tirx.Var) and expr in values:
         return values[expr]
-    if isinstance(expr, tirx.Cast) and expr.dtype in ("int32", "int64"):
+    if isinstance(expr, tirx.Cast) and expr.dtype in _WIDE:
         return _evaluated(expr.value, values)
     if isinstance(expr, tirx.Not):
         return np.logical_not(_evaluated(expr.a, values))
-    if type(expr) in _BINARY:
+    if type(expr) in _BINARY and (expr.dtype == "bool" or expr.dtype in _WIDE):
         a, b = _evaluated(expr.a, values), _evaluated(expr.b, values)
         if isinstance(expr, DIVISIONS) and not np.all(b):
             raise Unknown

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from functools import reduce
 
-from tvm import arith, tirx
+from tvm import tirx
 
 from .effects import leaves_kernel, leaves_loop
 from .linear import loop_ranges, loops_in
@@ -55,7 +55,7 @@ def _is_short(loop: tirx.For) -> bool:
     return is_plain and loop.step is None and not isinstance(loop.extent, tirx.IntImm) and not leaves_loop(loop)
 
 
-def _long(loop: tirx.For, analyzer: arith.Analyzer, around: set[tirx.Var]) -> tirx.Stmt | None:
+def _long(loop: tirx.For, analyzer: Prover, around: set[tirx.Var]) -> tirx.Stmt | None:
     """The long loop; None where nothing is known of the bounds, or they don't depend on loops."""
     used = {*tirx.analysis.undefined_vars(loop.extent), *tirx.analysis.undefined_vars(loop.min)}
     if not used or not used <= around or any(_computes(e) for e in (loop.min, loop.extent)):
@@ -84,7 +84,7 @@ def _short(loop: tirx.For) -> tirx.Stmt | None:
     if found is None:
         return plain
     start, end = found
-    analyzer = arith.Analyzer()
+    analyzer = Prover()
     start, extent = analyzer.simplify(start), analyzer.simplify(tirx.max(end - start, 0))
     return loop_like(plain, extent, loop.body.then_case, start=start)
 
@@ -160,7 +160,7 @@ def _collapsed(body: tirx.Stmt) -> tirx.Stmt:
     return tirx.stmt_functor.ir_transform(body, None, direct, ["tirx.For"])
 
 
-def _solved(var: tirx.Var, condition: tirx.PrimExpr, analyzer: arith.Analyzer) -> tirx.PrimExpr | None:
+def _solved(var: tirx.Var, condition: tirx.PrimExpr, analyzer: Prover) -> tirx.PrimExpr | None:
     """The one value of the variable for which the condition holds: it is `var + offset == place`."""
     if not isinstance(condition, tirx.EQ):
         return None
@@ -216,7 +216,7 @@ def is_backward(loop: tirx.For | None) -> bool:
 
 def _from_end(loop: tirx.For, last: tirx.PrimExpr) -> tirx.Stmt:
     """A loop's body with `last - v` for its variable, in places that are as plain as they can be."""
-    analyzer = arith.Analyzer()
+    analyzer = Prover()
     body = tirx.stmt_functor.substitute(loop.body, {loop.loop_var: last - loop.loop_var})
 
     def plain(expr: tirx.PrimExpr) -> tirx.PrimExpr | None:
@@ -234,7 +234,7 @@ def _walks_plainly(loop: tirx.For) -> bool:
 
 def _walks_back(loop: tirx.For, params: set[tirx.Buffer]) -> bool:
     """Whether positions in parameters fall by a constant as the loop goes on, and none rise by one."""
-    var, analyzer = loop.loop_var, arith.Analyzer()
+    var, analyzer = loop.loop_var, Prover()
     indices = [
         index
         for access in nodes(loop.body, tirx.BufferLoad, tirx.BufferStore)

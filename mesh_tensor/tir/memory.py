@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tvm import DataType, arith, tirx
+from tvm import DataType, tirx
 
 from mesh_tensor.base.errors import refuse
 
 from .linear import loop_ranges
 from .nodes import function_name, nodes
+from .prover import Prover
 
 _MOST_ELEMENTS = 2**31 - 1
 _NAMING = (tirx.BufferLoad, tirx.BufferStore, tirx.DeclBuffer, tirx.AllocBuffer, tirx.SBlock, tirx.Var)
@@ -101,7 +102,7 @@ def row_strides(shape: Sequence) -> list[tirx.PrimExpr]:
     return strides
 
 
-def is_compact(buffer: tirx.Buffer, analyzer: arith.Analyzer) -> bool:
+def is_compact(buffer: tirx.Buffer, analyzer: Prover) -> bool:
     """Whether the buffer's rows lie one after the other without gaps."""
     if not len(buffer.strides):
         return True
@@ -113,7 +114,7 @@ def is_compact(buffer: tirx.Buffer, analyzer: arith.Analyzer) -> bool:
     return True
 
 
-def _is_step(stride: tirx.PrimExpr, step: tirx.PrimExpr, analyzer: arith.Analyzer) -> bool:
+def _is_step(stride: tirx.PrimExpr, step: tirx.PrimExpr, analyzer: Prover) -> bool:
     if isinstance(stride, tirx.IntImm) and isinstance(step, tirx.IntImm):
         return int(stride) == int(step)
     return tirx.analysis.expr_deep_equal(stride, step) or analyzer.can_prove_equal(stride, step)
@@ -124,7 +125,7 @@ def elements(buffer: tirx.Buffer) -> tirx.PrimExpr:
     total: tirx.PrimExpr = tirx.IntImm("int64", 1)
     for size in buffer.shape:
         total = total * tirx.Cast("int64", size) if size.dtype != "int64" else total * size
-    return arith.Analyzer().simplify(total)
+    return Prover().simplify(total)
 
 
 def _why_no_view(view: tirx.Buffer, owner: tirx.Buffer) -> str | None:
@@ -145,7 +146,7 @@ def _why_no_view(view: tirx.Buffer, owner: tirx.Buffer) -> str | None:
     return None
 
 
-def _reach(view: tirx.Buffer, analyzer: arith.Analyzer) -> tirx.PrimExpr:
+def _reach(view: tirx.Buffer, analyzer: Prover) -> tirx.PrimExpr:
     """One more than the last element of its memory that a view names."""
     if is_compact(view, analyzer):
         return elements(view)

@@ -4,7 +4,7 @@ statements that say all that they compute."""
 from __future__ import annotations
 
 from tilelang.transform import LegalizeNegativeIndex
-from tvm import arith, ir, tirx
+from tvm import ir, tirx
 from tvm.error import InternalError
 
 from mesh_tensor.base.errors import refuse
@@ -12,6 +12,7 @@ from mesh_tensor.base.errors import refuse
 from .effects import LEAVES_ITERATION, LEAVES_KERNEL, op_name, pointers, side_effect, written
 from .memory import is_compact, row_strides
 from .nodes import function_name, is_const, loads, nodes, same_expression
+from .prover import Prover
 from .rewrite import exchange_buffers, sequence, statements, with_inner
 
 _CHEAP = ("tirx.if_then_else",)
@@ -168,7 +169,7 @@ def with_contiguous_rows(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The function, with parameters whose rows are contiguous, from their first element on; it stays as it is where
     other buffers are views of such memory, which are refused when they are read. Refused where a variable is the stride
     of several parameters that would need different ones."""
-    analyzer = arith.Analyzer()
+    analyzer = Prover()
     others = {b: _contiguous(b) for b in func.buffer_map.values() if not _is_contiguous(b, analyzer)}
     if not others or _has_views(func, others):
         return func
@@ -179,7 +180,7 @@ def with_contiguous_rows(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return tirx.PrimFunc(params, body, func.ret_type, buffers, func.attrs)
 
 
-def _is_contiguous(buffer: tirx.Buffer, analyzer: arith.Analyzer) -> bool:
+def _is_contiguous(buffer: tirx.Buffer, analyzer: Prover) -> bool:
     starts = buffer.elem_offset is None or is_const(buffer.elem_offset, 0)
     return starts and (not len(buffer.strides) or is_compact(buffer, analyzer))
 
@@ -197,7 +198,7 @@ def _has_views(func: tirx.PrimFunc, buffers: dict[tirx.Buffer, tirx.Buffer]) -> 
 
 
 def _strides(
-    func: tirx.PrimFunc, others: dict[tirx.Buffer, tirx.Buffer], analyzer: arith.Analyzer
+    func: tirx.PrimFunc, others: dict[tirx.Buffer, tirx.Buffer], analyzer: Prover
 ) -> dict[tirx.Var, tirx.PrimExpr]:
     """What the variables are that a function has for strides and offsets."""
     sizes = {size for buffer in func.buffer_map.values() for size in buffer.shape}

@@ -1,14 +1,17 @@
 """Proofs that begin with examples: to find no proof takes a hundred times as long as to see that something does not
-hold."""
+hold. And proofs of numbers as machines have them: what leaves a narrow type, or one without a sign, begins anew there,
+which TVM's analyzer does not look at. So whoever proves, simplifies or bounds anything asks a `Prover`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from typing import Any
 
 from tvm import DataType, arith, ir, tirx
+from tvm.error import InternalError
 
 from mesh_tensor.base.dtypes import extreme
 
@@ -17,7 +20,7 @@ from .nodes import DIVISIONS, is_const, nodes, same_expression
 _VALUES = (17, 13, 11, 19)  # no multiples of each other, and so small that what sizes are made of is no overflow
 _NUMBERS = (int, tirx.IntImm)
 _WIDE = ("int32", "int64")
-_ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Call)
+_ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.FloorDiv, tirx.Call)
 _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 _PARTIAL = (*DIVISIONS, tirx.Call, tirx.Cast)  # what TVM can't simplify for all numbers
 _Example = dict[tirx.Var, tirx.PrimExpr]
@@ -25,27 +28,56 @@ _Example = dict[tirx.Var, tirx.PrimExpr]
 
 class Prover(arith.Analyzer):
     """An analyzer that looks for no proof where values of the variables show that there is none: starts and ends of
-    their ranges, or any values as long as it knows nothing of variables. Under a condition it takes no examples."""
+    their ranges, or any values as long as it knows nothing of variables. Under a condition it takes no examples. Of
+    numbers that may begin anew it knows nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ends: dict[tirx.Var, tuple[int, int]] = {}
         self._facts = self._conditions = 0
 
+    def simplify(self, expr: Any, steps: int = 2) -> Any:
+        """An expression in a simpler form; as it is, where numbers in it may begin anew."""
+        if begins_anew(expr, self):
+            return expr
+        try:
+            return super().simplify(expr, steps)
+        except InternalError:  # of a difference of numbers without a sign, as comparisons of them are made of
+            return expr
+
+    def const_int_bound(self, expr: tirx.PrimExpr) -> arith.ConstIntBound:
+        """Between which numbers an expression is."""
+        return _anything(expr.dtype) if begins_anew(expr, self) else super().const_int_bound(expr)
+
     def can_prove(self, expr: Any, *args: Any) -> bool:
         """Whether it can be proved that a condition holds for all values in the ranges."""
         refuted = any(is_const(self._at(expr, example), 0) for example in self._examples(expr))
-        return not refuted and bool(super().can_prove(expr, *args)) and not begins_anew(expr, self)
+        if refuted or begins_anew(expr, self):
+            return False
+        if any(comparison.a.dtype.startswith("uint") for comparison in nodes(expr, *_COMPARISONS)):
+            args = ()  # what TVM proves in stronger ways is wrong there: it looks at differences, which begin anew
+        try:
+            return bool(super().can_prove(expr, *args))
+        except InternalError:
+            return False
 
     def can_prove_equal(self, lhs: Any, rhs: Any) -> bool:
         """Whether it can be proved that they are equal for all values in the ranges."""
         if isinstance(lhs, _NUMBERS) and isinstance(rhs, _NUMBERS):
             return int(lhs) == int(rhs)
         if not _are_whole(lhs, rhs):
-            return self._are_alike(lhs, rhs) or bool(super().can_prove_equal(lhs, rhs))
+            return self._are_alike(lhs, rhs) or self._proves_equal(lhs, rhs)
         difference = lhs - rhs
         refuted = any(self._is_other(difference, example) for example in self._examples(difference))
-        return not refuted and bool(super().can_prove_equal(lhs, rhs))
+        return not refuted and self._proves_equal(lhs, rhs)
+
+    def _proves_equal(self, lhs: Any, rhs: Any) -> bool:
+        if begins_anew(lhs, self) or begins_anew(rhs, self):
+            return isinstance(lhs, tirx.PrimExpr) and isinstance(rhs, tirx.PrimExpr) and same_expression(lhs, rhs)
+        try:
+            return bool(super().can_prove_equal(lhs, rhs))
+        except InternalError:
+            return False
 
     def _are_alike(self, one: Any, other: Any) -> bool:
         """Whether conditions, and what is chosen by them, are made alike of what is equal: to prove that they are equal
@@ -65,16 +97,23 @@ class Prover(arith.Analyzer):
 
     @contextmanager
     def constraint_scope(self, constraint: tirx.PrimExpr) -> Iterator[None]:
-        """Inside, the constraint holds."""
+        """Inside, the constraint holds; what of it may begin anew says nothing."""
         self._conditions += 1
         try:
-            with super().constraint_scope(constraint):
+            with ExitStack() as scopes:
+                for part in _conjuncts(constraint):
+                    if not begins_anew(part, self):
+                        scopes.enter_context(super().constraint_scope(part))
                 yield
         finally:
             self._conditions -= 1
 
     def bind(self, var: tirx.Var, value: Any, *args: Any) -> None:
-        """What a variable is, or its range."""
+        """What a variable is, or its range; nothing, where that may begin anew."""
+        parts = (value.min, value.extent) if isinstance(value, ir.Range) else (value,)
+        if any(begins_anew(part, self) for part in parts):
+            self.update(var, _anything(var.dtype), True)
+            return
         super().bind(var, value, *args)
         self._ends.pop(var, None)
         self._facts += 1
@@ -130,27 +169,58 @@ def _are_same_calls(one: tirx.Call, other: tirx.Call) -> bool:
 
 
 def _are_whole(*exprs: Any) -> bool:
-    return all(isinstance(expr, int) or getattr(expr, "dtype", "").startswith("int") for expr in exprs)
+    return all(isinstance(expr, int) or getattr(expr, "dtype", "") in _WIDE for expr in exprs)
+
+
+def _conjuncts(condition: Any) -> Iterator[Any]:
+    """What all holds where a condition does."""
+    if isinstance(condition, tirx.And):
+        yield from (*_conjuncts(condition.a), *_conjuncts(condition.b))
+    else:
+        yield condition
 
 
 def begins_anew(expr: Any, analyzer: arith.Analyzer) -> bool:
     """Whether numbers in an expression may leave a narrow type, or one without a sign, and begin anew there: bounds,
     and proofs that rest on them, don't look at that. (In int32 and int64 it is not defined.)"""
-    casts = [cast for cast in nodes(expr, tirx.Cast) if cast.dtype.startswith(("int", "uint"))]
-    narrow = [cast for cast in casts if cast.dtype not in (*_WIDE, cast.value.dtype)]
-    if not all(map(is_wider, narrow)):
-        return True
-    return any(_may_wrap(node, analyzer) for node in nodes(expr, *_ARITHMETIC))
+    return any(_may_begin_anew(node, analyzer) for node in nodes(expr, tirx.Cast, *_ARITHMETIC))
 
 
-def is_wider(cast: tirx.Cast) -> bool:
-    """Whether all that is cast has a place in the type that it is cast to."""
-    given, made = DataType(cast.value.dtype), DataType(cast.dtype)
-    return cast.dtype.startswith(("int", "uint")) and given.bits < made.bits
+def _may_begin_anew(node: tirx.PrimExpr, analyzer: arith.Analyzer) -> bool:
+    dtype = node.dtype
+    if isinstance(node, tirx.Cast):
+        is_whole = _is_integer(dtype) and _is_integer(node.value.dtype)
+        return is_whole and not keeps_numbers(node) and _may_leave(node.value, dtype, analyzer)
+    is_defined = dtype not in _WIDE or isinstance(node, tirx.Call)  # bits that are shifted out are, of any type
+    return is_defined and _is_integer(dtype) and _may_leave(node, dtype, analyzer)
 
 
-def _may_wrap(expr: tirx.PrimExpr, analyzer: arith.Analyzer) -> bool:
-    if not expr.dtype.startswith(("int", "uint")) or expr.dtype in _WIDE:
+def _may_leave(expr: tirx.PrimExpr, dtype: str, analyzer: arith.Analyzer) -> bool:
+    """Whether a number may be outside of what a type has. Of those in int64 of which nothing is known that is not
+    looked at."""
+    bound, has = arith.Analyzer.const_int_bound(analyzer, expr), _anything(dtype)
+    low, high = bound.min_value < has.min_value, bound.max_value > has.max_value
+    if dtype in _WIDE and expr.dtype == "int64":
+        return (low and bound.min_value > bound.NEG_INF) or (high and bound.max_value < bound.POS_INF)
+    return bool(low or high or (dtype == "uint64" and bound.max_value == bound.POS_INF))
+
+
+def _anything(dtype: str) -> arith.ConstIntBound:
+    """The bounds of a type."""
+    low, high = (int(extreme(dtype, sign)) for sign in (-1, 1))
+    return arith.ConstIntBound(max(low, arith.ConstIntBound.NEG_INF), min(high, arith.ConstIntBound.POS_INF))
+
+
+def keeps_numbers(cast: tirx.Cast) -> bool:
+    """Whether a type has all the whole numbers of the one that is cast into it."""
+    given, made = cast.value.dtype, cast.dtype
+    if given in (made, "bool"):
+        return _is_integer(made)
+    if not _is_integer(given) or not _is_integer(made):
         return False
-    bound = analyzer.const_int_bound(expr)
-    return bool(bound.min_value < extreme(expr.dtype, -1) or bound.max_value > extreme(expr.dtype, 1))
+    more = DataType(made).bits - DataType(given).bits
+    return more > 0 and (given.startswith("uint") or made.startswith("int"))
+
+
+def _is_integer(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint"))

@@ -10,9 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tvm import arith, tirx
+from tvm import tirx
 
 from .memory import is_compact, strides_of
+from .prover import Prover
 from .rewrite import row_by_row
 from .tile_ops import Region
 
@@ -31,7 +32,7 @@ class _Group:
 class ViewMap:
     """How `view` lies in `base`; both are the same memory from its first element on, with one dtype."""
 
-    def __init__(self, view: tirx.Buffer, base: tirx.Buffer, analyzer: arith.Analyzer) -> None:
+    def __init__(self, view: tirx.Buffer, base: tirx.Buffer, analyzer: Prover) -> None:
         self.view, self.base, self._analyzer = view, base, analyzer
         self._groups = _groups(view, base, analyzer) if is_compact(view, analyzer) else None
 
@@ -154,7 +155,7 @@ class ViewMap:
         return places
 
 
-def _groups(view: tirx.Buffer, base: tirx.Buffer, analyzer: arith.Analyzer) -> list[_Group]:
+def _groups(view: tirx.Buffer, base: tirx.Buffer, analyzer: Prover) -> list[_Group]:
     """The groups, from the last one on; dims of size 1 are in none. The first dims of the two are in one group."""
     mine, other = _long(view, analyzer), _long(base, analyzer)
     groups: list[_Group] = []
@@ -165,11 +166,11 @@ def _groups(view: tirx.Buffer, base: tirx.Buffer, analyzer: arith.Analyzer) -> l
     return groups
 
 
-def _long(buffer: tirx.Buffer, analyzer: arith.Analyzer) -> list[int]:
+def _long(buffer: tirx.Buffer, analyzer: Prover) -> list[int]:
     return [dim for dim, size in enumerate(buffer.shape) if not analyzer.can_prove_equal(size, 1)]
 
 
-def _last_group(mine: Exprs, other: Exprs, analyzer: arith.Analyzer) -> tuple[int, int]:
+def _last_group(mine: Exprs, other: Exprs, analyzer: Prover) -> tuple[int, int]:
     """Where the last dims begin that are as many elements in both; all dims, if no such place is known."""
     a, b = max(len(mine) - 1, 0), max(len(other) - 1, 0)
     while a or b:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tvm import arith, ir, tirx
+from tvm import ir, tirx
 
 from . import tile_calls
 from .effects import POINTERS, op_name
 from .linear import loop_ranges
 from .memory import Memory, elements, find_memories, has_equal_bits, is_compact, memories, strides_of
 from .nodes import nodes
+from .prover import Prover
 from .rewrite import block_like, call_like, guarded, parallel_nest, sequence, with_args, with_body
 from .tile_ops import Atomic, Copy, Fill, Region, deeper
 from .view_map import ViewMap
@@ -237,7 +238,7 @@ class _Resolver:
         return None if len(kept) == len(node.seq) else sequence(kept)
 
 
-def _base(memory: Memory, rigid: set[tirx.Buffer], noted: bool, analyzer: arith.Analyzer) -> tirx.Buffer:
+def _base(memory: Memory, rigid: set[tirx.Buffer], noted: bool, analyzer: Prover) -> tirx.Buffer:
     """The buffer that a memory is to have: a parameter stays itself; an on-chip buffer takes the shape in which tile
     operations use it that are more than copies, or the only shape in which it is used at all."""
     if memory.is_param or noted:

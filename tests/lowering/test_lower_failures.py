@@ -79,3 +79,24 @@ def test_whole_numbers_that_outgrow_their_type():
     assert "kernel 'kernel'" in message
     assert "exceeds maximum of int32" in message
     assert 'T.cast(i, "int64")' in message
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_positions_that_outgrow_their_type(dtype):
+    """Whether terms are multiplied out or not; what stays inside, and what data says, is not refused."""
+    factor = {"int32": 10**7, "int64": 6364136223846793005}[dtype]
+
+    def hashed(rows, *, of_data=False):
+        @T.prim_func
+        def kernel(A: T.Tensor((rows,), "float32"), K: T.Tensor((rows,), dtype), B: T.Tensor((rows,), "float32")):
+            with T.Kernel(rows, threads=1) as bx:
+                drawn = (K[bx] if of_data else T.cast(bx, dtype)) * factor
+                B[bx] = T.if_then_else(drawn >= T.cast(0, dtype), A[bx], 0.0)
+
+        return kernel
+
+    message = refused(mt.annotate(hashed(300), mt.Mesh({"x": 2}), {"A": {"x": 0}}))
+    assert "grows beyond its type" in message
+    assert f"up to {299 * factor}, exceeds maximum of {dtype}" in message
+    for kernel in (hashed(300, of_data=True), hashed(2)):
+        assert mt.sharding_rule(kernel).factors["m"] == "parallel"

@@ -8,11 +8,12 @@ from fractions import Fraction
 from itertools import islice, product
 from typing import NamedTuple
 
-from tvm import arith, tirx
+from tvm import tirx
 
 from mesh_tensor.tir.effects import chosen, op_name
 from mesh_tensor.tir.linear import Linear, sum_of, vars_of
 from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.prover import Prover
 
 from .statements import Loop
 
@@ -39,7 +40,7 @@ class Interval(NamedTuple):
 class Distance:
     """Bounds of expressions relative to a coordinate `form` of loop variables, which is 0 .. `most`."""
 
-    def __init__(self, form: Linear, most: int, loops: Mapping[tirx.Var, Loop], analyzer: arith.Analyzer) -> None:
+    def __init__(self, form: Linear, most: int, loops: Mapping[tirx.Var, Loop], analyzer: Prover) -> None:
         self._outer, self._step = form.ordered[0]
         self._rest = dict(form.ordered[1:])
         self._along, self._loops, self._analyzer = Interval(Fraction(0), Fraction(most)), loops, analyzer

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tvm import arith, ir, tirx
+from tvm import ir, tirx
 
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name
 from mesh_tensor.tir.linear import Linear, holds_always, linear_form, loop_ranges, vars_of
 from mesh_tensor.tir.loops import one_iteration
 from mesh_tensor.tir.nodes import loads, nodes
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.rewrite import region_call, tile_op, with_other_dims
 from mesh_tensor.tir.user_reports import assert_call, prints
 
@@ -84,7 +85,7 @@ class _Places:
     at."""
 
     kernel: Kernel
-    analyzer: arith.Analyzer
+    analyzer: Prover
     whole: Sequence[Dim]
 
     def all(self) -> Iterator[tuple[Dim, _Place]]:
@@ -188,9 +189,7 @@ def _only_guard(body: tirx.Stmt) -> tirx.IfThenElse | None:
     return last if alone and all(isinstance(stmt, tirx.Bind) for stmt in before) else None
 
 
-def _in_blocks(
-    body: tirx.Stmt, kernel: Kernel, place: _Place, var: tirx.Var, analyzer: arith.Analyzer
-) -> tirx.Stmt | None:
+def _in_blocks(body: tirx.Stmt, kernel: Kernel, place: _Place, var: tirx.Var, analyzer: Prover) -> tirx.Stmt | None:
     """The statement, whose accesses at the place are at the block of this variable; None if one that may lie outside
     is none of a copy or a store."""
     accesses = nodes(body, tirx.BufferLoad, tirx.BufferStore)

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tvm import arith, tirx
+from tvm import tirx
 
 from mesh_tensor.tir.linear import Linear
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.tile_position import as_helper
 
 from .statements import Loop, Statement
@@ -58,7 +59,7 @@ def why_not_covered(
     form: Linear | None,
     size: tirx.PrimExpr,
     statement: Statement,
-    analyzer: arith.Analyzer,
+    analyzer: Prover,
     *,
     or_beyond: bool = False,
 ) -> str | None:
@@ -99,9 +100,7 @@ def goes_beyond(extent: tirx.PrimExpr, coefficient: int, size: tirx.PrimExpr) ->
     return are_known and int(extent) * coefficient > int(size)
 
 
-def _outer_covers(
-    var: tirx.Var, coefficient: int, loop: Loop, size: tirx.PrimExpr, analyzer: arith.Analyzer
-) -> str | None:
+def _outer_covers(var: tirx.Var, coefficient: int, loop: Loop, size: tirx.PrimExpr, analyzer: Prover) -> str | None:
     extent = with_whole_tiles(loop.extent)
     pairs = (extent * coefficient, size), (extent, tirx.floordiv(size + (coefficient - 1), coefficient))
     if any(tirx.analysis.expr_deep_equal(a, b) for a, b in pairs):  # next to nothing, where proofs take long

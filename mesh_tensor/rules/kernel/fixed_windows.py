@@ -11,8 +11,7 @@ from tvm import ir, tirx
 
 from mesh_tensor.base.window import EVERYWHERE, Reach, Reaches
 from mesh_tensor.tir.linear import loop_ranges
-from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.prover import Prover, begins_anew, is_wider
+from mesh_tensor.tir.prover import Prover, begins_anew
 
 from .statements import Access, Kernel, Statement
 
@@ -46,8 +45,6 @@ class FixedWindows:
             return None
         if isinstance(index, (int, tirx.IntImm)):
             return int(index), int(index)
-        if any(cast.dtype != cast.value.dtype and not is_wider(cast) for cast in nodes(index, tirx.Cast)):
-            return None  # it may begin anew
         analyzer = self._analyzer(statement)
         if begins_anew(index, analyzer):
             return None

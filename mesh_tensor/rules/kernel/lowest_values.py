@@ -110,6 +110,8 @@ def _operand(block: Statement) -> Access | tirx.Var | None:
     expr = block.values[0] if block.values and block.tile_op is None else None
     while isinstance(expr, (tirx.Mul, tirx.Cast)):
         if isinstance(expr, tirx.Cast):
+            if not is_float(expr.dtype) or not is_float(expr.value.dtype):
+                return None
             expr = expr.value
             continue
         by = [number(side) for side in (expr.a, expr.b)]

@@ -10,34 +10,33 @@ becomes one statement; rows on chip that nothing depends on go.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Set
 
-from tvm import arith, ir, tirx
+from tvm import ir, tirx
 
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR
-from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.recent import made_once
 from mesh_tensor.tir.double_loops import unfuse, with_intervals
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointers, written
-from mesh_tensor.tir.linear import loop_ranges
 from mesh_tensor.tir.loops import forward, lengthen
-from mesh_tensor.tir.nodes import DIVISIONS, function_name, is_const, loads, nodes, used
+from mesh_tensor.tir.nodes import is_const, loads, nodes, used
 from mesh_tensor.tir.plain_statements import (
     with_places_from_the_end,
     with_plain_blocks,
     with_values_in_place,
     without_early_exits,
 )
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.reducers import parts_of, without_reducers
 from mesh_tensor.tir.rewrite import call_like, loop_like, number, sequence, with_indices
 from mesh_tensor.tir.tile_calls import parse_tile_op
 from mesh_tensor.tir.tile_ops import Fill, Region
-from mesh_tensor.tir.tile_position import as_helper, text_of
+from mesh_tensor.tir.tile_position import as_helper
 from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views
 
 from .padded_blocks import narrow
+from .whole_numbers import refuse_division_by_0, refuse_overflow
 
 ANALYSES = 64  # of what a kernel is, whatever its layout, that are kept
 
@@ -50,26 +49,6 @@ def normalize(func: tirx.PrimFunc) -> tirx.PrimFunc:
         MeshTensorError: a buffer is in no memory that is known, a view is not understood, or integers are divided by 0.
     """
     return _normalized(_Source(func.without_attr(INFO_ATTR).without_attr(MESH_ATTR)))
-
-
-@contextmanager
-def without_overflow(func: tirx.PrimFunc) -> Iterator[None]:
-    """Inside, kernels are refused in which whole numbers leave their type where terms are multiplied out: TVM gives up.
-
-    Raises:
-        MeshTensorError: there is such a number.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if isinstance(error, MeshTensorError) or "Literal value" not in str(error):
-            raise
-        refuse(
-            f"a whole number grows beyond its type ({str(error).rpartition(': ')[2]})",
-            where=f"kernel {function_name(func)!r}",
-            why="what comes of that is not defined",
-            fix='compute it in "int64", as by T.cast(i, "int64") * 1103515245, or in "uint32", which begins anew at 0',
-        )
 
 
 class _Source:
@@ -91,12 +70,13 @@ class _Source:
 
 @made_once(ANALYSES)
 def _normalized(source: _Source) -> tirx.PrimFunc:
-    _refuse_division_by_0(source.func)
+    refuse_division_by_0(source.func)
     func = with_places_from_the_end(with_own_variables(source.func))
     func = without_early_exits(with_plain_blocks(func))
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
     func = with_values_in_place(_inline_bindings(func))
+    refuse_overflow(func)
     func = _with_plain_extents(with_plain_single_dims(func))
     func = with_early_fills(with_intervals(func))
     return narrow(lengthen(forward(unfuse(resolve_views(mark_prints(func))))))
@@ -109,26 +89,9 @@ def with_own_variables(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return func if body.same_as(func.body) else func.with_body(body)
 
 
-def _refuse_division_by_0(func: tirx.PrimFunc) -> None:
-    """Refuse integers that are divided by what is always 0, such as the variable of a grid dim that is 1 long."""
-    divisions = nodes(func.body, *DIVISIONS)
-    whole = [expr for expr in divisions if expr.dtype.startswith(("int", "uint")) and not nodes(expr.b, tirx.Call)]
-    if not whole:
-        return
-    analyzer = loop_ranges(func.body)
-    for expr in whole:
-        bound = analyzer.const_int_bound(expr.b)
-        if bound.min_value == bound.max_value == 0:
-            refuse(
-                f"{text_of(expr)} divides by {text_of(expr.b)}, which is always 0",
-                where=f"kernel {function_name(func)!r}",
-                fix="divide by something else, or make the loop that counts it longer",
-            )
-
-
 def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """`x[k * 64 : (k + 1) * 64]` is 64 long: the extents of regions are constants where they can be."""
-    analyzer = arith.Analyzer()
+    analyzer = Prover()
 
     def plain(call: tirx.Call) -> tirx.Call | None:
         if op_name(call) != "tl.region" or all(isinstance(extent, tirx.IntImm) for extent in call.args[2:]):
@@ -189,7 +152,7 @@ def _without_noops(body: tirx.Stmt) -> tirx.Stmt:
 def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """`KV[b, head // 16]` of one head is `KV[b, 0]` where there are 16: the loop over heads walks no dim of it. Where
     blocks start is left: a block of 16 rows walks the only one, too."""
-    analyzer, loops = arith.Analyzer(), list(nodes(func.body, tirx.For))
+    analyzer, loops = Prover(), list(nodes(func.body, tirx.For))
     times = Counter(loop.loop_var for loop in loops)
     for loop in loops:
         if times[loop.loop_var] == 1:
@@ -211,7 +174,7 @@ def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return func if body.same_as(func.body) else func.with_body(body)
 
 
-def _plain(index: tirx.PrimExpr, size: tirx.PrimExpr, analyzer: arith.Analyzer) -> tirx.PrimExpr:
+def _plain(index: tirx.PrimExpr, size: tirx.PrimExpr, analyzer: Prover) -> tirx.PrimExpr:
     is_single = is_const(size, 1) and not isinstance(index, (tirx.IntImm, tirx.Ramp))
     return tirx.IntImm(index.dtype, 0) if is_single and analyzer.can_prove_equal(index, 0) else index
 

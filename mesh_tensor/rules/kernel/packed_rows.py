@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tvm import arith, tirx
+from tvm import tirx
 
 from mesh_tensor.tir.linear import linear_form, loop_ranges, vars_of
 from mesh_tensor.tir.nodes import DIVISIONS, loads, nodes
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.tile_ops import Copy
 
 from .coordinates import Coordinates
@@ -47,11 +48,11 @@ def packed_rows(kernel: Kernel, coordinates: Coordinates) -> list[Factor]:
     ]
 
 
-def _is_same(a: tirx.PrimExpr, b: tirx.PrimExpr, analyzer: arith.Analyzer) -> bool:
+def _is_same(a: tirx.PrimExpr, b: tirx.PrimExpr, analyzer: Prover) -> bool:
     return bool(analyzer.can_prove_equal(a, b))
 
 
-def _start(kernel: Kernel, place: Dim, analyzer: arith.Analyzer) -> tirx.PrimExpr | None:
+def _start(kernel: Kernel, place: Dim, analyzer: Prover) -> tirx.PrimExpr | None:
     """The row from which all that uses a dim counts; None if that is none that is loaded, or no single one."""
     found: list[tirx.PrimExpr] = []
     for statement, access in known_uses(kernel, kernel.params[place[0]]):
@@ -63,7 +64,7 @@ def _start(kernel: Kernel, place: Dim, analyzer: arith.Analyzer) -> tirx.PrimExp
 
 
 def _row(
-    kernel: Kernel, statement: Statement, access: Access, dim: int, analyzer: arith.Analyzer
+    kernel: Kernel, statement: Statement, access: Access, dim: int, analyzer: Prover
 ) -> tuple[tirx.PrimExpr, tirx.Var] | None:
     """The row of the program from which an access counts, which is loaded of what nothing writes any more, and the loop
     that counts on from there one by one."""
@@ -95,7 +96,7 @@ def _is_settled(kernel: Kernel, buffer: tirx.Buffer) -> bool:
 class _Rows:
     """What a kernel makes of the rows of some parameters, of each of which it has the dim of rows."""
 
-    def __init__(self, kernel: Kernel, dims: Mapping[str, int], analyzer: arith.Analyzer) -> None:
+    def __init__(self, kernel: Kernel, dims: Mapping[str, int], analyzer: Prover) -> None:
         self._kernel, self._analyzer = kernel, analyzer
         self._params = {kernel.params[name]: dim for name, dim in dims.items()}
         self._chip: dict[tirx.Buffer, int] = {}  # the dim that rows are in, of what is made of them

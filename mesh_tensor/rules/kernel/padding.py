@@ -12,8 +12,10 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from tvm import ir, tirx
 
+from mesh_tensor.base.dtypes import extreme, is_float, numpy_dtype
 from mesh_tensor.base.reductions import neutral, reduction
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.effects import chosen
@@ -70,6 +72,16 @@ class Content:
         numbers = [content.number for content in (self, *others)]
         known = [number for number in numbers if number is not None]
         return Content(function(*known)) if len(known) == len(numbers) else ANYTHING
+
+    def held_in(self, dtype: str) -> Content:
+        """What a dtype keeps of it: floats round, and what is no number of an integer type may be anything there."""
+        if self.number is None:
+            return self
+        if is_float(dtype):
+            with np.errstate(all="ignore"):
+                return Content(float(numpy_dtype(dtype).type(self.number)))
+        inside = extreme(dtype, -1) <= self.number <= extreme(dtype, 1)
+        return self if inside and self.number == int(self.number) else ANYTHING
 
     @property
     def is_finite(self) -> bool:
@@ -211,7 +223,7 @@ class Padding:
         content = functools.reduce(Content.join, map(self._start, starts))
         kept = all(self._keeps(s, content) for s in writes if s.op is not None and not s.fresh)
         self.active.discard(asked)
-        return content if kept else ANYTHING
+        return content.held_in(live_range.buffer.dtype) if kept else ANYTHING
 
     def _start(self, statement: Statement) -> Content:
         """What a statement that does not build on the buffer's content leaves there."""
@@ -234,6 +246,10 @@ class Padding:
         return operand == _UNIT.get(statement.operation) and content.is_finite
 
     def _value(self, expr: tirx.PrimExpr, place: _Place) -> Content:
+        content = self._computed(expr, place)
+        return content.held_in(expr.dtype) if isinstance(expr, tirx.PrimExpr) else content
+
+    def _computed(self, expr: tirx.PrimExpr, place: _Place) -> Content:
         constant = number(expr)
         if constant is not None:
             return Content(constant)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tvm import arith, tirx
+from tvm import tirx
 
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import made_once
 from mesh_tensor.tir import effects, tile_calls, tile_ops
 from mesh_tensor.tir.linear import linear_form
 from mesh_tensor.tir.nodes import function_name, nodes
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.user_reports import assert_call, is_print, printed_buffers
 from mesh_tensor.tir.views import left_views
 
@@ -93,7 +94,7 @@ class _Reader:
 
     def __init__(self, func: tirx.PrimFunc, root: tirx.SBlock):
         self.func, self.root = func, root
-        self.analyzer = arith.Analyzer()
+        self.analyzer = Prover()
         self.binds: dict[tirx.Var, tirx.PrimExpr] = {}
         self.bound_reads: dict[tirx.Var, tuple[Access, ...]] = {}
         self.loops: list[Loop] = []

@@ -21,13 +21,14 @@ from .factors import Factor
 from .granularity import Refined
 from .live_ranges import LiveRanges, Taints, find_taints
 from .lookups import candidates, find_windows, is_at_constants, lookups
-from .normalize import ANALYSES, normalize, without_overflow
+from .normalize import ANALYSES, normalize
 from .packed_rows import packed_rows
 from .padding import is_inside
 from .reader import read_kernel
 from .reductions import judge
 from .statements import Access, Kernel, Statement
 from .verdicts import Reduction
+from .whole_numbers import without_overflow
 
 _PARALLEL_NAMES = {1: ("m",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "h", "m", "n")}
 _REDUCED_NAMES = ("k", "l", "r", "s")

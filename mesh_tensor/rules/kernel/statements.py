@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from tvm import arith, tirx
+from tvm import tirx
 
 from mesh_tensor.base.reductions import REDUCTIONS, reduction
 from mesh_tensor.tir import tile_ops
@@ -288,7 +288,7 @@ def describe(statement: Statement) -> str:
 class StatementMaker(Protocol):
     """What a tile operation needs of the kernel around it."""
 
-    analyzer: arith.Analyzer
+    analyzer: Prover
 
     def access(self, buffer: tirx.Buffer, indices: Sequence[tirx.PrimExpr]) -> Access: ...
 

@@ -12,7 +12,7 @@ from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.effects import INTRINSICS
 from mesh_tensor.tir.nodes import is_const, nodes
-from mesh_tensor.tir.prover import begins_anew
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.user_reports import report_of
 
 BINARY = (
@@ -180,7 +180,7 @@ class Bounds:
     """Ranges of the variables in scope, and the proofs that rest on them."""
 
     def __init__(self) -> None:
-        self._analyzer = arith.Analyzer()
+        self._analyzer = Prover()
 
     def not_negative(self, var: tirx.Var) -> None:
         """`var` is a size: never negative."""
@@ -217,8 +217,7 @@ class Bounds:
 
     def proves(self, condition: tirx.PrimExpr) -> bool:
         """Whether `condition` always holds."""
-        proven = any(self._analyzer.can_prove(condition, strength) for strength in _STRENGTHS)
-        return proven and not begins_anew(condition, self._analyzer)
+        return any(self._analyzer.can_prove(condition, strength) for strength in _STRENGTHS)
 
     def open_part(self, condition: tirx.PrimExpr) -> tirx.PrimExpr | None:
         """What of a condition on indices is left once what always holds is known; None if nothing is."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tvm import arith, tirx
+from tvm import tirx
 from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.nodes import expressions, is_const, loads, nodes
+from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.rewrite import inner, sequence, statements, with_inner
 
 from .exprs import FLOAT_FUNCTIONS, VECTORISED, is_pure_index
@@ -95,7 +96,7 @@ def _offset(index: tirx.PrimExpr, var: tirx.Var, bound: set[tirx.Var]) -> tirx.P
     """`index - var`, if that is the same whatever the variables in `bound` are."""
     if not is_pure_index(index) or index.dtype != var.dtype:
         return None
-    rest = arith.Analyzer().simplify(index - var)
+    rest = Prover().simplify(index - var)
     return None if bound.intersection(tirx.analysis.undefined_vars(rest)) else rest
 
 
@@ -166,7 +167,7 @@ def _in_step(a: MemoryAccess, a_var: tirx.Var, b: MemoryAccess, b_var: tirx.Var,
 
 
 def _equal(a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:
-    return a.dtype == b.dtype and arith.Analyzer().can_prove_equal(a, b)
+    return a.dtype == b.dtype and Prover().can_prove_equal(a, b)
 
 
 def _same_range(first: tirx.For, second: tirx.For) -> bool:

@@ -187,6 +187,9 @@ def _call(expr: tirx.Call, scope: FunctionScope) -> Code:
     if function is None or not operands:
         raise MeshTensorError(f"the interpreter does not know the operation {name}, a value in the kernel: {expr}")
     args = [compile_expr(a, scope) for a in operands]
+    if name == "tirx.shift_left":  # Python's integers would keep the bits that leave int32
+        dtype = numpy_dtype(expr.dtype)
+        return _apply(lambda value, bits: convert(value << bits, dtype), args)
     return _apply(rounded_once(function, numpy_dtype(expr.args[0].dtype)), args)
 
 

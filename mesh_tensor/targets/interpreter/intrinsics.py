@@ -131,7 +131,8 @@ def convert(value: Any, dtype: np.dtype) -> Any:
     if isinstance(value, np.ndarray):
         return value.astype(dtype)
     if type(value) is int and dtype.kind == "i" and dtype.itemsize >= 4:
-        return value
+        half = 1 << (8 * dtype.itemsize - 1)
+        return value if -half <= value < half else (value + half) % (2 * half) - half
     return np.asarray(value).astype(dtype)[()]
 
 

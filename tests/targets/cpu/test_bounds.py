@@ -8,6 +8,7 @@ from tvm import tirx
 import mesh_tensor as mt
 from mesh_tensor.targets.cpu.exprs import Bounds
 from mesh_tensor.targets.cpu.kernel import compile_for_cpu
+from mesh_tensor.targets.interpreter import interpret
 from mesh_tensor.tir.nodes import nodes
 
 
@@ -79,3 +80,21 @@ def test_a_condition_whose_numbers_begin_anew():
     a = torch.rand(250) + 1
     result = mt.compile(mt.annotate(kernel, {"x": 2}, {"A": {"x": 0}, "out": {"x": 0}}), target="c")(a)
     torch.testing.assert_close(result, torch.where(torch.arange(250) < 216, a, 0.0))
+
+
+def test_conditions_on_numbers_without_a_sign():
+    """They are no bounds tests that always hold; the bits that a shift takes out of int32 are gone on any target."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((300,), "float32"), out: T.Tensor((300,), "float32")):
+        with T.Kernel(300, threads=1) as bx:
+            small = T.if_then_else(T.cast(bx % 5, "uint8") * T.uint8(40) <= T.uint8(40), A[bx], 0.0)
+            out[bx] = T.if_then_else(T.shift_left(bx, 24) >= 0, small, -1.0)
+
+    a, places = torch.rand(300) + 1, torch.arange(300)
+    expected = torch.where(places % 256 < 128, torch.where(places % 5 < 2, a, 0.0), -1.0)
+    out, interpreted = torch.empty(300), torch.empty(300)
+    compile_for_cpu(kernel)(a, out)
+    torch.testing.assert_close(out, expected)
+    interpret(kernel, [a.numpy(), interpreted.numpy()])
+    torch.testing.assert_close(interpreted, expected)
