@@ -231,6 +231,16 @@ def _per_thread() -> Any:
     return per_thread
 
 
+def _launched_inside() -> Any:
+    @T.prim_func
+    def launched_inside(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
+        with T.Kernel(12, threads=4) as bx, T.launch_thread("blockIdx.z", 3):
+            for j in T.serial(4):
+                T.atomic_add(Y[bx, j], X[bx, j])
+
+    return launched_inside
+
+
 def _vectors() -> Any:
     @T.prim_func
     def vectors(X: T.Tensor((12, 4), "float32"), Y: T.Tensor((12, 4), "float32")):
@@ -345,8 +355,15 @@ ROWS_OF_STATEMENTS = (
         "thread indices",
         "refused",
         "'tx'",
-        names="get_thread_binding get_thread_bindings launch_thread env_thread",
+        names="get_thread_binding get_thread_bindings env_thread",
         examples=(Example("per thread", _per_thread, (X, SEVENS)),),
+    ),
+    Row(
+        "threads and programs that are launched inside of a program",
+        "refused",
+        "T.launch_thread inside of a program",
+        names="launch_thread",
+        examples=(Example("nobody asks which it is", _launched_inside, (X, SEVENS)),),
     ),
     Row(
         "vectors",

@@ -10,10 +10,14 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir import tile_calls
 from mesh_tensor.tir.nodes import function_name, loads, nodes
 
+#: Attributes that have what they stand around done once by each of several threads or programs.
+_LAUNCHES = frozenset(("thread_extent", "virtual_thread"))
+
 
 def check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
     """Refuse what means more than one program of the kernel."""
     where = f"kernel {function_name(func)!r}"
+    _check_launches(block, where)
     _check_safe_values(func, block, where)
     _check_parts(block, where)
     _check_casts(func, where)
@@ -24,6 +28,19 @@ def check_supported(func: tirx.PrimFunc, block: tirx.SBlock) -> None:
             where=where,
             why="tile operations are known by their regions; programs are run one by one, and on several devices",
             fix="; ".join(dict.fromkeys(fix for _, fix in found)),
+        )
+
+
+def _check_launches(block: tirx.SBlock, where: str) -> None:
+    """Refuse threads and programs that are launched inside of a program: even where nothing goes by their index, what
+    is added is added by each of them."""
+    launches = [attr for attr in nodes(block.body, tirx.AttrStmt) if attr.attr_key in _LAUNCHES]
+    if launches:
+        refuse(
+            list(dict.fromkeys(f"T.launch_thread inside of a program ({a.attr_key} {a.value})" for a in launches)),
+            where=where,
+            why="a program of the grid is one; its threads are TileLang's",
+            fix="give T.Kernel one more extent, or write a loop: T.serial, T.Parallel",
         )
 
 
