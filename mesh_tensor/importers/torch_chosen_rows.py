@@ -111,10 +111,13 @@ class _AllRows:
         if not all(isinstance(n, int) for n in shape) or not shape:
             raise OtherError
         if known is None:
+            known = next((mask for mask in self._masks.values() if same(mask.of, node)), None)
+        if known is None:
             mask = self._place[node]
             if node.meta["val"].dtype != torch.bool:
                 mask = self._to.emit(_aten.ne.Scalar, mask, 0)
-            known = self._masks[symbol_of(size)] = Mask(mask, node, shape)
+            known = Mask(mask, node, shape)
+        self._masks[symbol_of(size)] = known
         return known
 
     def _places(self, node: torch.fx.Node) -> torch.fx.Node:
@@ -151,10 +154,10 @@ class _AllRows:
     # What is done with them.
 
     def _of_rows(self, node: torch.fx.Node, along: Along) -> torch.fx.Node:
-        symbols = {symbol_of(tensors_of(operand)[0].shape[dim]) for operand, dim in along.items()}
-        if len(symbols) != 1:
+        masks = {self._masks[symbol_of(tensors_of(operand)[0].shape[dim])] for operand, dim in along.items()}
+        if len(masks) != 1:
             raise OtherError
-        (mask,) = (self._masks[symbol] for symbol in symbols)
+        (mask,) = masks
         result = rows_of(node)
         if result is None:
             return without_rows(node, along, mask, self._to)
@@ -171,11 +174,14 @@ class _AllRows:
     def _where_rows_stand(self, node: torch.fx.Node) -> torch.fx.Node | None:
         """If the node is where rows stand along one of the mask's dims, that, which is noted; None if not."""
         first = next(iter(args_of(node)), None)
-        if not isinstance(first, torch.fx.Node):
+        value = node.meta["val"]
+        if not isinstance(first, torch.fx.Node) or not isinstance(value, torch.Tensor):
+            return None
+        if is_open(math.prod(value.shape[1:])) or math.prod(value.shape[1:]) != 1:
             return None
         dims = self._to.dims
         if node.target in _PARTS and first.target is _aten.nonzero.default and args_of(node)[1] == 1:
-            dims[node] = args_of(node)[2]
+            dims[node] = args_of(node)[2] % first.meta["val"].shape[1]
         elif node.target in _SQUEEZES and (first in dims or first.target is _aten.nonzero.default):
             dims[node] = dims.get(first, 0)
         elif node.target is _aten.lt.Scalar and first in dims and args_of(node)[1] == 0:

@@ -66,7 +66,8 @@ def _put(node: torch.fx.Node, along: Along, mask: Mask, to: RowsGraph) -> torch.
 def _dims(indices: Any, first: int, mask: Mask, to: RowsGraph) -> list[Any]:
     """The dims of the mask that indices are along; None for what is along none of them."""
     if indices[first].meta["val"].dtype != torch.bool:
-        return [to.dims.get(index) for index in indices[first:]]
+        one_dim = [index is not None and index.meta["val"].dim() == 1 for index in indices[first:]]
+        return [to.dims.get(index) if flat else None for index, flat in zip(indices[first:], one_dim, strict=True)]
     if len(indices) != first + 1 or not same(indices[first], mask.of):
         raise OtherError
     return list(range(len(mask.shape)))

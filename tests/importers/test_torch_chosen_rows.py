@@ -136,6 +136,7 @@ def test_experts_of_a_split_batch_move_nothing_and_train():
         lambda model, x: (h := x[x[:, 0] > 0]).T @ h,
         lambda model, x: (h := x[x[:, 0] > 0]).sum(0) / h.shape[0],
         lambda model, x: x.index_put((torch.where(x > 0)[0],), x[x > 0][:, None]),
+        lambda model, x: x.index_put((torch.nonzero(x > 0)[:, :2],), torch.tensor(1.0), accumulate=True),
         lambda model, x: x[x[:, 0] > 0],
     ],
 )
