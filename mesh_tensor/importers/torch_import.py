@@ -19,6 +19,7 @@ from mesh_tensor.targets.dtypes import dtype_name
 from .imported import ImportedModule
 from .torch_args import COMPARISONS, compared_sizes, emit, with_constants, with_sizes_as_tensors
 from .torch_backward import forget_saved
+from .torch_chosen_rows import with_all_rows
 from .torch_collectives import COLLECTIVES, NAMESPACE
 from .torch_complex import COMPLEX, Pair, is_complex, of_complex, stays_complex
 from .torch_decompositions import decomposed
@@ -57,6 +58,7 @@ def import_torch(
             warnings.filterwarnings("ignore", message=own)
         try:
             program = decomposed(with_constants(with_plain_inputs(program)), KEPT, importer.convert_map)
+            program = with_all_rows(program)
         except Exception as error:  # torch's own, of what it can't take apart
             refuse("torch can't take the program apart into operators", why=str(error), fix=FIX)
     check_program(program)

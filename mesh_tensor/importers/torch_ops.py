@@ -48,6 +48,9 @@ KEPT = (
     _aten.xlogy.Tensor,
     *(getattr(_aten, name).default for name in WITH_GRADIENTS),
     _aten.special_log_ndtr.default,
+    # what raises for matrices without an inverse, which torch takes for an effect if that is an operator of its own
+    *(_aten.linalg_solve.default, _aten.linalg_inv.default, _aten.inverse.default, _aten.linalg_cholesky.default),
+    *(_aten.linalg_lu_factor.default, _aten.linalg_ldl_factor.default),
     *KEPT_BACKWARD,
 )
 

@@ -56,6 +56,11 @@ SPLIT = {
     "solutions": (lambda a, b: torch.linalg.solve(a, b), MATRICES, rows(3, 4, 2)),
     "vectors' solutions": (lambda a, b: torch.linalg.solve(a, b), MATRICES, rows(3, 4)),
     "determinants": (torch.linalg.det, MATRICES),
+    "solutions of what was written": (lambda a, b: torch.linalg.solve(a.clone().mul_(2), b), MATRICES, rows(3, 4, 2)),
+    "inverses of what was written": (
+        lambda a: torch.linalg.matrix_power(a.clone().mul_(2), -1) @ torch.linalg.cholesky(a),
+        MATRICES,
+    ),
     "pools over the end": (lambda a: F.avg_pool2d(a, 2, ceil_mode=True, divisor_override=3), rows(3, 2, 5, 5)),
     "transposed convolutions": (
         lambda a: F.conv_transpose3d(a, torch.ones(2, 3, 2, 2, 2).double(), stride=2, output_padding=1, dilation=2),

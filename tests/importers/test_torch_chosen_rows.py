@@ -1,0 +1,145 @@
+"""Rows that masks choose: all are computed, and what becomes of those that were chosen is what torch makes of them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from mesh_tensor.base.errors import MeshTensorError
+
+
+class Model(nn.Module):
+    """`body`, with a layer, and a table."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.layer, self.table = body, nn.Linear(4, 4), nn.Embedding(5, 4)
+
+    def forward(self, *given):
+        return self.body(self, *given)
+
+
+def rows_put_back(model, x):
+    y, mask = x.clone(), x[:, 0] > 0
+    y[mask] = torch.tanh(model.layer(x[mask]))
+    y[mask] += x[mask].mean(-1, keepdim=True)
+    y[:, x[0] > 0] *= 2
+    return y
+
+
+def rows_in_other_shapes(model, x):
+    y, mask = x.clone(), x[:, 0] > 0
+    h = x[mask]
+    k = (h @ model.layer.weight).softmax(-1) + F.layer_norm(h, (4,))
+    z = torch.cat([h, k, h.new_zeros(h.shape[0], 2)], -1).view(-1, 2, 5).transpose(1, 2)
+    best, where = z.sum(-1)[:, :4].max(-1)
+    y[mask] = best[:, None] + h.gather(1, where[:, None].expand(-1, 4) % 4)
+    return y
+
+
+def elements(model, x):
+    y = torch.zeros_like(x)
+    rows, columns = torch.where(x.T > 0)
+    y[columns, rows] = x[columns, rows].exp()
+    return y, x.masked_select(x > 0).sum(), x[x > 0].mean(), x[x[:, 1] > 0].mean(0), (x[x > 0] > 1).sum()
+
+
+def nothing_chosen(model, x):
+    y, mask = x.clone(), x[:, 0] > 100
+    y[mask] = model.layer(x[mask])
+    return y, x[mask].mean(), x[mask].sum(0)
+
+
+def added_at_places(model, x, ids):
+    places = torch.nonzero(x[:, 0] > 0).squeeze(-1)
+    return torch.zeros(5, 4).index_add(0, ids[places] % 5, model.layer(x[places]) + model.table(ids[places].abs() % 5))
+
+
+def ids_that_mean_nothing(model, x, ids):
+    known, made = ids >= 0, torch.zeros(6, 4)
+    made[known] = model.table(ids[known])
+    return made, F.cross_entropy(x[known], ids[known].clamp(max=3))
+
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(5))
+IDS = torch.tensor([3, -100, 0, 4, -100, 2])
+
+
+@pytest.mark.parametrize(
+    ("body", "given"),
+    [
+        (rows_put_back, (X,)),
+        (rows_in_other_shapes, (X,)),
+        (elements, (X,)),
+        (nothing_chosen, (X,)),
+        (added_at_places, (X, IDS)),
+        (ids_that_mean_nothing, (X, IDS)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_as_torch(body, given):
+    torch.manual_seed(0)
+    model = Model(body).eval()
+    module = mt.from_torch(torch.export.export(model, given))
+    inputs = [param.name_hint for param in module.mod["main"].params][: len(given)]
+    run = mt.distribute_module(module, {"x": 2}, {name: {"x": 0} for name in inputs}, poison=True)
+    others = tuple(value.flip(0) for value in given)
+    with torch.no_grad():
+        for arguments in (given, others):
+            torch.testing.assert_close(run(*arguments), model(*arguments), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+class Experts(nn.Module):
+    """As transformers' mixtures of experts were written: each expert is given the tokens that chose it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.SiLU(), nn.Linear(12, 8)) for _ in range(3))
+
+    def forward(self, x):
+        tokens = x.view(-1, 8)
+        weights, chosen = self.gate(tokens).softmax(-1).topk(2, dim=-1)
+        masks, made = F.one_hot(chosen, 3).permute(2, 1, 0), torch.zeros_like(tokens)
+        for mask, expert in zip(masks, self.experts, strict=True):
+            number, token = torch.where(mask)
+            made.index_add_(0, token, expert(tokens[token]) * weights[token, number, None])
+        return made.view_as(x)
+
+
+def test_experts_of_a_split_batch_move_nothing_and_train():
+    torch.manual_seed(0)
+    model, x = Experts(), torch.randn(4, 3, 8)
+    module = mt.from_torch(torch.export.export(model.eval(), (x,)))
+    run = mt.distribute_module(module, {"x": 2}, {"x": {"x": 0}}, poison=True)
+    torch.testing.assert_close(run(x), model(x).detach(), rtol=1e-4, atol=1e-5)
+    assert "all_" not in run.explain()
+
+    step = mt.training_step(copy.deepcopy(model), F.mse_loss, (x, x), optimizer="sgd", lr=1.0)
+    run = mt.distribute_module(step, {"x": 3}, {"x": {"x": 0}}, poison=True)
+    run(x, x)
+    F.mse_loss(model(x), x).backward()
+    for name, value in model.named_parameters():
+        meant = value.detach() - value.grad
+        torch.testing.assert_close(run.state_dict()[name], meant, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda model, x: x[x[:, 0] > 0].flip(0).sum(0),
+        lambda model, x: x[x[:, 0] > 0].cumsum(0).sum(0),
+        lambda model, x: x[x[:, 0] > 0].softmax(0).sum(0),
+        lambda model, x: (h := x[x[:, 0] > 0]).T @ h,
+        lambda model, x: (h := x[x[:, 0] > 0]).sum(0) / h.shape[0],
+        lambda model, x: x.index_put((torch.where(x > 0)[0],), x[x > 0][:, None]),
+        lambda model, x: x.index_put((torch.nonzero(x > 0)[:, :2],), torch.tensor(1.0), accumulate=True),
+        lambda model, x: x[x[:, 0] > 0],
+    ],
+)
+def test_what_takes_rows_together_is_refused(body):
+    with pytest.raises(MeshTensorError, match="gives what depends on data"):
+        mt.from_torch(torch.export.export(Model(body).eval(), (X,)))
