@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,13 +19,12 @@ from tvm import ir
 
 from mesh_tensor.base.machine import Link, Machine, Memory, Roofline
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.rules.kernel.cost import loaded_bytes
+from mesh_tensor.rules.kernel.cost import loaded_again, loaded_bytes
 from mesh_tensor.runtime.virtual.mesh_tensor import distribute
 from mesh_tensor.simulation import Simulation
 from mesh_tensor.simulation.pipelines import simulate_pipeline
 
 from .kernel_classes import this_processor, with_kernel
-from .mesh_module import MeshModule
 from .module import distribute_module
 from .pipeline import pipeline
 from .probe_models import activations, block, kernel_rate, perceptrons, product_kernel, row_kernel, timed_kernel
@@ -37,8 +36,9 @@ _DTYPES = {"float32": 512, "float64": 512, "bfloat16": 512, "float16": 256}  # w
 _PRODUCTS = (48, 96, 192, 384, 768)  # sides of those in models
 _MOVED = (16, 1024)  # sides of tensors whose layout changes
 _NEAR, _FAR, _ROWS = 192, 896, 512  # sides of kernels' matrices: the nearest memory holds those of the first product
-_BESIDE = 1024  # rows of what is read and written between blocks: more than caches of a core hold
+_BESIDE = 1 << 20  # numbers that are read and written between blocks: more than caches of a core hold
 _ROUNDS, _ROUND = 3, 0.02  # how often chains are gone through, and seconds of each
+_LONGER = 8  # how much longer models are run
 
 
 def measure(seconds: float) -> Machine:
@@ -59,12 +59,14 @@ def _measured(end: float) -> Machine:
     rates = {dtype: Chain(PRODUCT, side, dtype) for dtype, side in _DTYPES.items()}
     products = {side: Chain(LINEAR, side) for side in _PRODUCTS}
     moved = [_Changes(side) for side in _MOVED]
+    models = _models()
     chains: dict[str, dict[int, Chain]] = {}
     made_until = end - 0.4 * (end - time.monotonic())
     for probe in PROBES:
         if time.monotonic() < made_until:
             chains[probe.name] = {side: Chain(probe, side).run(_ROUND) for side in SIDES}
-    needed: tuple[Chain | _Changes, ...] = (small, *memory.values(), *rates.values(), *products.values(), *moved)
+    needed: tuple[Chain | _Changes | _Model, ...] = (small, *memory.values(), *rates.values(), *products.values())
+    needed = (*needed, *moved, *models.values())
     for number in range(_ROUNDS):
         for chain in (*needed, *(chain for sides in chains.values() for chain in sides.values())):
             if number == 0 or time.monotonic() < end or chain in needed:
@@ -90,51 +92,66 @@ def _measured(end: float) -> Machine:
         words = f"not measured, out of time: {', '.join(late)}"
         machine = replace(machine, sources={**machine.sources, "classes": words})
     view = Roofline(start=launch + classes["view"].start if "view" in classes else launch)
-    return _as_in_programs(replace(machine, classes={**classes, "view": view}))
+    return _as_in_programs(replace(machine, classes={**classes, "view": view}), models)
 
 
-def _as_in_programs(machine: Machine) -> Machine:
+class _Model:
+    """A model on so many devices, which split its first parameter: the least that a run took so far, each after
+    `before`, which doesn't count."""
+
+    def __init__(self, mod: ir.IRModule, devices: int = 1, before: Callable[[], object] | None = None) -> None:
+        layouts = {"x": {"x": 0}} if devices > 1 else {}
+        self.module = distribute_module(mod, {"x": devices}, layouts, target="c")
+        tensors = [torch.rand(tuple(map(int, p.struct_info.shape))) - 0.5 for p in mod["main"].params]
+        self._run, self._before, self.took = partial(self.module, *tensors), before, math.inf
+
+    def run(self, budget: float) -> None:
+        """Run it again; what takes longer than a chain does, for longer."""
+        self.took = min(self.took, least(self._run, _LONGER * budget, self._before))
+
+    def simulated(self, machine: Machine) -> float:
+        """What a run would take."""
+        return Simulation(self.module.program, machine).time
+
+
+def _models() -> dict[str, _Model]:
+    """What is run in the rounds of the chains, since it is compared with them."""
+    return {
+        "blocks": _Model(block(8, 16, 8)),
+        "cold blocks": _Model(block(8, 16, 8), before=partial(torch.relu, torch.rand(_BESIDE))),
+        "one result": _Model(activations(16, 16, 32, 1), 2),
+        "results": _Model(activations(16, 16, 32, 32), 2),
+        "two devices": _Model(block(16, 16, 8), 2),
+        "four devices": _Model(block(16, 16, 8), 4),
+    }
+
+
+def _as_in_programs(machine: Machine, models: Mapping[str, _Model]) -> Machine:
     """Steps of a program are all different: beside their work, they take more than those of a chain of equal ones."""
-    run, took = _seconds(block(8, 16, 8), 0.4)
-    launch = machine.launch + max(0.0, took - Simulation(run.program, machine).time) / len(run.program.ops)
-    longer = launch / machine.launch
+    blocks = models["blocks"]
+    beside = max(0.0, blocks.took - blocks.simulated(machine)) / len(blocks.module.program.ops)
+    longer = (machine.launch + beside) / machine.launch
     classes = {name: replace(each, start=each.start * longer) for name, each in machine.classes.items()}
-    machine = replace(machine, launch=launch, classes=classes, result=_result())
-    return _in_turns(replace(machine, cold_start=_cold(machine)))
+    result = max(0.0, models["results"].took - models["one result"].took) / 31 / 2  # each has two parts
+    machine = replace(machine, launch=machine.launch + beside, classes=classes, result=result)
+    return _in_turns(replace(machine, cold_start=_cold(models)), models)
 
 
-def _cold(machine: Machine) -> float:
-    """What the first of several small steps takes more after a large one: a model with large steps between its blocks
-    more than the model and the steps alone."""
-    both, large, small = block(8, 16, 8, _BESIDE), activations(_BESIDE, 1024, 8, 1), block(8, 16, 8)
-    (run, took), (_, alone), (_, beside) = (_seconds(mod, 0.5) for mod in (both, large, small))
-    warm, cold = (Simulation(run.program, replace(machine, cold_start=seconds)).time for seconds in (0.0, 1.0))
-    return max(0.0, took - alone - beside + machine.call) / (cold - warm)
+def _cold(models: Mapping[str, _Model]) -> float:
+    """What a call, and the first step of every operator in it, take more after something large."""
+    cold, warm = models["cold blocks"], models["blocks"]
+    return max(0.0, cold.took - warm.took) / (1 + len({step.call.operator for step in warm.module.program.ops}))
 
 
-def _result() -> float:
-    """What a small result takes to be handed on."""
-    few, many = (_seconds(activations(16, 16, 32, results), 0.1)[1] for results in (1, 32))
-    return max(0.0, many - few) / 31
-
-
-def _seconds(mod: ir.IRModule, budget: float, devices: int = 1) -> tuple[MeshModule, float]:
-    """A module on so many devices, which split its first parameter, and the least CPU time of a run."""
-    run = distribute_module(mod, {"x": devices}, {"x": {"x": 0}} if devices > 1 else {}, target="c")
-    tensors = [torch.rand(tuple(map(int, p.struct_info.shape))) - 0.5 for p in mod["main"].params]
-    return run, least(partial(run, *tensors), budget)
-
-
-def _in_turns(machine: Machine) -> Machine:
+def _in_turns(machine: Machine, models: Mapping[str, _Model]) -> Machine:
     """One device runs a program's operators as one function; several go through its steps, each device in turn. What a
     step then takes, and what it takes to start a call, is what the same model takes on two and on four devices."""
     alone, rows = replace(machine, processors=1, turn=0.0, start=0.0), []
-    for devices in (2, 4):
-        run, took = _seconds(block(16, 16, 8), 0.4, devices)
-        made = Simulation(run.program, alone).time
-        turns = Simulation(run.program, replace(alone, turn=1.0)).time - made
-        starts = Simulation(run.program, replace(alone, start=1.0)).time - made
-        rows.append((turns, starts, max(0.0, took - made)))
+    for model in (models["two devices"], models["four devices"]):
+        made = model.simulated(alone)
+        turns = model.simulated(replace(alone, turn=1.0)) - made
+        starts = model.simulated(replace(alone, start=1.0)) - made
+        rows.append((turns, starts, max(0.0, model.took - made)))
     (turns, two, first), (_, four, second) = rows
     start = max(1.0, (second - first) / max(1e-9, four - two))
     turn = max(0.0, (first - start * two) / max(1.0, turns))
@@ -193,8 +210,8 @@ def _product(side: int, machine: Machine) -> tuple[float, float, float]:
     func, a = product_kernel(side), torch.rand(side, side)
     run, took = timed_kernel(func, {}, a, a)
     nbytes, (step,) = 4 * side * side, run.program.kernels
-    again = (loaded_bytes(step.func) - 3 * nbytes) / machine.memory_rate(nbytes)
-    return step.flops / machine.peak("float32"), again, max(1e-9, took - machine.call)
+    again, between = loaded_again(loaded_bytes(step.func), [nbytes] * 3)
+    return step.flops / machine.peak("float32"), again / machine.memory_rate(between), max(1e-9, took - machine.call)
 
 
 def blocks_class(near: tuple[float, float, float], far: tuple[float, float, float]) -> Roofline:

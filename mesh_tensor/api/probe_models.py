@@ -18,23 +18,19 @@ from .probes import least
 _ops = relax.op
 
 
-def block(rows: int, width: int, count: int, beside: int = 0) -> ir.IRModule:
-    """A model of blocks: attention of one head and a perceptron, each on its normed input and added to it. With
-    `beside`, a tensor of so many rows of 1024 is made anew after every block."""
+def block(rows: int, width: int, count: int) -> ir.IRModule:
+    """A model of blocks: attention of one head and a perceptron, each on its normed input and added to it."""
     shapes = {"x": (rows, width), "g": (width,), "b": (width,), "q": (width, width), "k": (width, width)}
     shapes |= {"v": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
-    shapes |= {"large": (beside, 1024)} if beside else {}
     params = {name: relax.Var(name, relax.TensorStructInfo(shape, "float32")) for name, shape in shapes.items()}
     builder = relax.BlockBuilder()
     with builder.function("main", list(params.values())):
         with builder.dataflow():
-            value, large = params["x"], params.get("large")
+            value = params["x"]
             for _ in range(count):
                 value = _one_block(builder.emit, value, params)
-                large = large and builder.emit(_ops.nn.relu(large))
             result = builder.emit_output(builder.emit(_ops.reshape(value, (width, rows))))
-            last = large and builder.emit_output(large)
-        builder.emit_func_output(result if last is None else relax.Tuple([result, last]))
+        builder.emit_func_output(result)
     return builder.get()
 
 

@@ -120,10 +120,11 @@ class Machine:
     processors how many of them work at the same time, where they share processors (None: all)
     turn       where devices take turns on a processor: seconds from one step to the next that no call takes
     start      ... and what `launch` is there, as a multiple of that on one device alone
-    cold_start seconds that a step takes more after one that touched more than the second nearest memory holds: the code
-               that all of them share has left that, too
+    cold_start seconds that a step takes more where more than the second nearest memory holds was touched since one of
+               its operator started: its code has left that, too
     apart      where devices share processors: seconds in which a step is handed to those that take it at the same time
-    result     seconds in which a run hands a result to its caller, beside copying it; 0: it is handed on as it is
+    result     seconds in which a run hands a result to its caller, beside copying it, for every part of it that devices
+               which share processors have; 0: it is handed on as it is
     action     of a pipeline: seconds of an action beside its fragment's run, as threads wait for each other's values
     processor  which one `measure` ran on; None: its rates are of no processor that is known
     price      of a device, per hour
@@ -237,15 +238,15 @@ class Machine:
         return next((self.classes[name] for name in names if name in self.classes), _PLAIN)
 
     def work(
-        self, flops: float, nbytes: float, dtype: str, *names: str, again: float = 0.0, largest: float = 0.0
+        self, flops: float, nbytes: float, dtype: str, *names: str, again: float = 0.0, between: float = 0.0
     ) -> Work:
         """What an operator of the class `names` (as in `roofline`) takes, by what it takes it for. `again`: bytes that
-        a kernel loads a second time and more often, of tensors of at most `largest` bytes."""
+        a kernel loads a second time and more often, after so many bytes `between`."""
         roofline = self.roofline(*names)
         computing = flops / (self.peak(dtype) * roofline.flops)
         moving = nbytes / (self.memory_rate(nbytes) * roofline.memory)
         beyond = roofline.again and nbytes > self.memory[0].size
-        far = again / (self.memory_rate(largest) * roofline.again) if beyond else 0.0
+        far = again / (self.memory_rate(between) * roofline.again) if beyond else 0.0
         return Work(self.launch + roofline.start, computing, moving, far)
 
     def rounds(self, devices: int, apart: bool = True) -> int:
@@ -261,17 +262,19 @@ class Machine:
         return self.turn + handed + rounds * (work.seconds + self.launch * (self.start - 1))
 
     def colder(self, touched: float) -> float:
-        """What `cold_start` comes to after a step that touched so many bytes; in eighths."""
+        """What `cold_start` comes to where so many bytes were touched; in eighths."""
         if not self.cold_start or len(self.memory) < 2:
             return 0.0
         nearest, next_one = self.memory[0].size, self.memory[1].size
         gone = min(1.0, max(0.0, (touched - nearest) / (next_one - nearest)))
         return self.cold_start * int(8 * gone) / 8
 
-    def called(self, touched: float, results: Iterable[int]) -> float:
-        """Seconds of a run beside its steps, which touches so many bytes and gives results of so many bytes each."""
-        copied = [nbytes / self.memory_rate(2 * nbytes) for nbytes in results] if self.result else []
-        return self.call + self.result * len(copied) + self.colder(touched) + 2 * sum(copied)
+    def called(self, touched: float, results: Iterable[tuple[int, int]]) -> float:
+        """Seconds of a run beside its steps, which touches so many bytes and gives `results`: of how many bytes each,
+        and in how many parts."""
+        given = list(results) if self.result else []
+        copied = 2 * sum(nbytes / self.memory_rate(2 * nbytes) for nbytes, _ in given)
+        return self.call + self.result * sum(parts for _, parts in given) + self.colder(touched) + copied
 
     @property
     def flops_per_byte(self) -> float:

@@ -15,7 +15,7 @@ from mesh_tensor.base.collectives import collective_time, reach
 from mesh_tensor.base.machine import Machine, Work
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import CollectiveStep, FreeStep, KernelStep, OpStep
-from mesh_tensor.rules.kernel.cost import has_products, loaded_bytes
+from mesh_tensor.rules.kernel.cost import has_products, loaded_again, loaded_bytes
 from mesh_tensor.rules.operator.cost import class_of, operator_work, pays_apart, read_bytes, touched_bytes
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
@@ -51,13 +51,13 @@ class StepCosts:
         self._apart: dict[str, frozenset[str]] = {}  # value -> axes along which devices have it in other memory
         self._all = sum(value.tile_bytes for value in program.stored.values())
         self._now, self._touched = self._all, dict[str, int]()  # bytes touched so far, and when a value was, at last
-        self._ran = self._now  # ... when the last step started
+        self._ran = dict[object, int]()  # ... when a step of a kind started, at last
         self._freed: dict[int, list[int]] = {}  # ... when so many bytes were given back
 
     def inside(self, body: Program) -> StepCosts:
         """Prices of a loop's body: what it takes was touched before it when it was here."""
         made = StepCosts(body, self._machine)
-        made._now, made._ran, made._freed = self._now, self._ran, self._freed
+        made._now, made._ran, made._freed = self._now, self._ran.copy(), self._freed
         made._touched = {name: self._touched[name] for name in body.takes if name in self._touched}
         return made
 
@@ -66,7 +66,7 @@ class StepCosts:
         before = self._now
         for body in bodies:
             self._now += (body._now - before) // min(2, count) * count
-            self._ran = self._now - (body._now - body._ran)
+            self._ran |= {kind: self._now - (body._now - then) for kind, then in body._ran.items()}
         for body in bodies:
             taken = [name for name in body._program.takes if body._touched.get(name, 0) > self._touched.get(name, 0)]
             self._touched |= dict.fromkeys(taken, self._now)
@@ -79,15 +79,15 @@ class StepCosts:
         dtype = values[0].dtype if values else "float32"
         rows = () if has_products(step.func) else ("kernel rows",)
         names = f"kernel {step.name}", *rows, "kernel", "product"
-        again, largest = 0, 0
+        again, between = 0.0, 0.0
         if self._machine.roofline(*names).again:
             tiles, places = (value.tile_shape for value in values), map(self._program.mesh.size, step.axes)
-            again = max(0, loaded_bytes(step.func, tuple(tiles), step.sizes, tuple(places)) - nbytes)
-            largest = max((value.tile_bytes for value in values), default=0)
-        work = self._machine.work(step.flops, nbytes, dtype, *names, again=again, largest=largest)
+            loaded = loaded_bytes(step.func, tuple(tiles), step.sizes, tuple(places))
+            again, between = loaded_again(loaded, [value.tile_bytes for value in values])
+        work = self._machine.work(step.flops, nbytes, dtype, *names, again=again, between=between)
         rounds = self._machine.rounds(self._program.mesh.num_devices)
         work = self._from(work, self._levels(step.args, nbytes), [value.tile_bytes for value in values], nbytes)
-        seconds = self._in_turn(work, rounds, self._program.mesh.num_devices > 1) + self._colder()
+        seconds = self._in_turn(work, rounds, self._program.mesh.num_devices > 1) + self._colder(step.name)
         self._handed = True
         self._touch(step.args, rounds)
         return StepCost(f"kernel {step.name}", COMPUTE, seconds, work.bound, step.flops, nbytes)
@@ -104,7 +104,7 @@ class StepCosts:
             made = () if class_of(name) == "view" and not copied else self._made(step.results)
             levels = (*self._levels(step.args, touched_bytes(step.call)), *made)
         of = step.call.literals if name == VJP else ()  # gradients of which operator
-        colder = self._colder()
+        colder = self._colder((name, of))
         key = (
             name,
             of,
@@ -133,7 +133,7 @@ class StepCosts:
     def collective(self, step: CollectiveStep) -> StepCost:
         """What is sent over links; what only changes on the device, its tiles once."""
         mesh, machine = self._program.mesh, self._machine
-        seconds, colder = collective_time(machine, step.kind, step.bytes, mesh, step.axes), self._colder()
+        seconds, colder = collective_time(machine, step.kind, step.bytes, mesh, step.axes), self._colder(step.kind)
         name = f"{step.kind} over {', '.join(step.axes)}"
         self._apart[step.dst] = self._differ((step.src, step.dst))
         self._touch((step.src, step.dst), self._machine.rounds(mesh.num_devices))
@@ -176,9 +176,9 @@ class StepCosts:
             self._transposed.update(step.results)
         return name == "reshape" and step.args[0] in self._transposed
 
-    def _colder(self) -> float:
-        """What starting a step takes more now, by what the last one touched."""
-        last, self._ran = self._ran, self._now
+    def _colder(self, kind: object) -> float:
+        """What starting a step takes more now, by what was touched since one of its kind started, or the run did."""
+        last, self._ran[kind] = self._ran.get(kind, self._all), self._now
         return self._machine.colder(self._now - last)
 
     def _made(self, names: Iterable[str]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.program.loop_step import LoopStep
-from mesh_tensor.program.program import Program
+from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep
 
 from .costs import COMPUTE, NOTHING, StepCost, StepCosts
@@ -107,8 +107,15 @@ def called_seconds(program: Program, machine: Machine) -> float:
     made = {program.values[name].storage for step in steps for name in step.writes}
     given = [program.values[each.output] for each in program.parameters if each.output is not None]
     given = [value for value in given if value.storage in made]
-    results = [math.prod(value.shape) * dtype_bits(value.dtype) // 8 for value in given]
+    results = [(math.prod(value.shape) * dtype_bits(value.dtype) // 8, _parts(value, machine)) for value in given]
     return machine.called(sum(value.tile_bytes for value in program.stored.values()), results)
+
+
+def _parts(value: ProgramValue, machine: Machine) -> int:
+    """In how many parts a caller takes a result: devices that share processors have all of it."""
+    layout = value.sharding
+    axes = {axis for dim in layout.dims for axis in dim} | {axis for axis, _ in layout.partial}
+    return 1 if machine.processors is None else math.prod(layout.mesh.size(axis) for axis in axes)
 
 
 def play(events: Iterable[Event], links: int, busy: float) -> tuple[float, list[float]]:

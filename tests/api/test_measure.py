@@ -117,7 +117,8 @@ def test_blocks_that_are_loaded_again_from_beyond_near_memory_take_their_time():
     for size, beyond in ((256, 0), (512, 1)):
         (step,) = mt.simulate(mt.annotate(matmul(size, size, size), {"x": 1}, {}), machine).steps
         once, loaded = 3 * 4 * size**2, 2 * 4 * size**3 // 64
-        again = (loaded - once) / (machine.memory_rate(once / 3) * 0.25)
+        between = once / 3 + 2 * once / 3 * once / loaded  # a matrix, and in every round of it a part of the others
+        again = (loaded - once) / (machine.memory_rate(between) * 0.25)
         cold = 0 if once <= 1 << 20 else once / 1e10 - once / machine.memory_rate(once)
         assert step.end - step.start == pytest.approx(2 * size**3 / 5e11 + beyond * again + cold)
 

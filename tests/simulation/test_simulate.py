@@ -270,7 +270,7 @@ def test_gradients_of_operators_are_priced_by_their_operator():
     assert [step.end - step.start for step in steps] == pytest.approx([1.0, 2.0], rel=1e-3)
 
 
-def test_what_starts_is_colder_the_more_the_last_step_touched():
+def test_what_starts_is_colder_the_more_was_touched_since_its_operator_did():
     """In full beyond the second memory, not at all within the first; halfway, half of that."""
 
     def took(rows):
@@ -281,6 +281,31 @@ def test_what_starts_is_colder_the_more_the_last_step_touched():
     assert took(8) == [1.0, 1.0]
     assert took(10_000) == [1.0, 2.0]
     assert took(688) == [1.0, 1.5]  # two values of 2752 bytes; in eighths
+
+
+def test_code_of_operators_leaves_caches_while_others_run():
+    """The second of two activations, with others between that touch as much as the second memory holds, and no more."""
+
+    def emit(builder, x):
+        for _ in range(2):
+            x = builder.emit(relax.op.nn.relu(x))
+            for _ in range(4):
+                x = builder.emit(relax.op.tanh(x))
+        return x
+
+    steps = mt.simulate(_of(emit, (250, 1)), replace(TWO, launch=1.0, cold_start=1.0)).steps
+    cold = [round(step.end - step.start - 1.0, 2) for step in steps]
+    assert cold == [0, 0, 0, 0, 0, 1, 0.25, 0, 0, 0]  # 10,000 bytes since the first; 4,000 since the last of the others
+
+
+def test_results_are_handed_on_part_by_part_where_devices_share_processors():
+    run = _of(lambda builder, x: relax.op.nn.relu(x), (64, 64), mesh={"x": 4}, layouts={"x0": {"x": 0}})
+    for processors, parts in ((None, 1), (2, 4)):
+        machine = replace(FAST, processors=processors)
+        copied = 2 * 4 * 64 * 64 / 1e11
+        assert mt.simulate(run, replace(machine, result=1e-3)).time == pytest.approx(
+            mt.simulate(run, machine).time + parts * 1e-3 + copied
+        )
 
 
 @pytest.mark.parametrize(("transposed", "copied"), [(0, False), (1, True), (2, False)])

@@ -65,6 +65,14 @@ def loaded_bytes(
     return total_function(terms, kernel, [*sizes], coordinates)([*sizes.values()]) // 8
 
 
+def loaded_again(loaded: int, sizes: Sequence[int]) -> tuple[float, float]:
+    """Of `loaded` bytes of tensors of these sizes: those that are loaded a second time and more often; and what is
+    loaded between two loads of the same block: the largest tensor, and in every round of it a part of the others."""
+    whole, largest = sum(sizes), max(sizes, default=0)
+    rounds = max(1.0, loaded / whole) if whole else 1.0
+    return max(0, loaded - whole), largest + (whole - largest) / rounds
+
+
 def flops_of(kernel: Kernel, coordinates: Mapping[tirx.Var, int] = NOWHERE) -> int:
     """`count_flops` of a kernel that is read already."""
     return _flops_function(kernel, (), coordinates)(())
