@@ -14,7 +14,7 @@ from tvm import ir, tirx
 from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.annotations.module_annotations import stated_meshes
 from mesh_tensor.annotations.named_values import named_mesh
-from mesh_tensor.annotations.names import check_module, reachable, relax_function, with_flat_parameters
+from mesh_tensor.annotations.names import check_module, meant_function, reachable, relax_function, with_flat_parameters
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU, machine_named
@@ -121,9 +121,9 @@ def search(
         _check_fits(made.strategies, limit, machine, tried)
         return made
     mod = module.mod if isinstance(module, (ImportedModule, TrainingStep)) else module
-    check_module(mod, "search")
+    check_module(mod, "search", takes_imported=True)
+    function = meant_function(mod, function)
     mod = with_flat_parameters(mod, function)
-    relax_function(mod, function)
     if stated := stated_meshes(reachable(mod, function)):
         refuse(
             [f"{where} is annotated for {named_mesh(mod, device)} already" for device, where in stated],
