@@ -114,8 +114,10 @@ def combine(*layouts: Mapping[str, Mapping[str, int]]) -> Layouts:
     """
     made: Layouts = {}
     problems = []
-    if wrong := [shown(layout) for layout in layouts if not isinstance(layout, Mapping)]:
-        refuse([f"{each} is no layouts" for each in wrong], where="combine", fix="pass dicts, such as strategies give")
+    if wrong := [layout for layout in layouts if not isinstance(layout, Mapping)]:
+        is_step = any(isinstance(each, TrainingStep) for each in wrong)
+        fix = "distribute the step that zero gives, with these layouts" if is_step else "pass what strategies give"
+        refuse([f"{shown(each)} is no layouts, which are a dict" for each in wrong], where="combine", fix=fix)
     for layout in layouts:
         for name, sharding in layout.items():
             mine = made.setdefault(name, {})
@@ -132,7 +134,7 @@ def combine(*layouts: Mapping[str, Mapping[str, int]]) -> Layouts:
 
 def _mod(module: Module) -> ir.IRModule:
     mod = module if isinstance(module, ir.IRModule) else getattr(module, "mod", None)
-    check_module(mod if mod is not None else module, "a strategy")
+    check_module(mod if mod is not None else module, "a strategy", takes_imported=True)
     return mod
 
 

@@ -140,7 +140,10 @@ class WeightFile:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> NoReturn:
-        refuse(f"{str(self.path)!r} can't be read", why=str(error), fix="copy the file again")
+        fix = "copy the file again"
+        if self.path.suffix != ".safetensors":
+            fix = "pass a file of safetensors; of what torch.save wrote: weights=torch.load(file, weights_only=True)"
+        refuse(f"{str(self.path)!r} can't be read", why=str(error), fix=fix)
 
 
 class StoredWeights(Mapping[str, StoredTensor]):
