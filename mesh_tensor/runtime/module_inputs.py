@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 from tvm import ir, relax, tirx
 
@@ -158,6 +159,8 @@ class ModuleSignature:
             others = [p for p in given if _has_other_sizes(p, tensors[p.name])]
             if what == "call" and self._source_names and len(others) == len(problems):
                 fix += "; a module of other sizes, too: torch.export.export(..., dynamic_shapes=...)"
+                if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                    fix += "; what is a rank's own part: DTensor.from_local(tensor, device_mesh, [Shard(0)])"
             refuse(problems, where=f"{what} of {self.function!r}", fix=fix)
         return sizes
 

@@ -8,6 +8,7 @@ from tvm.script.parser import ir as I
 from tvm.script.parser import relax as R
 
 import mesh_tensor as mt
+from mesh_tensor.runtime.module_inputs import ModuleSignature
 from tests.plan.seed_modules import NESTED
 
 
@@ -87,3 +88,14 @@ def test_weights_that_nobody_gave():
 def test_what_from_torch_gives_prints_in_a_line():
     module = mt.from_torch(torch.export.export(torch.nn.Linear(400, 4), (torch.randn(2, 400),)))
     assert repr(module) == "ImportedModule(main; 2 weights)"
+
+
+def test_a_part_of_a_batch_on_ranks(monkeypatch):
+    module = mt.from_torch(torch.export.export(torch.nn.Linear(4, 4), (torch.randn(2, 4),)))
+    signature = ModuleSignature(module.mod, "main")
+    for ranks in (1, 2):
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda n=ranks: n)
+        with pytest.raises(mt.MeshTensorError) as error:
+            signature.check({"input": torch.randn(1, 4)})
+        assert ("DTensor.from_local(tensor, device_mesh, [Shard(0)])" in str(error.value)) == (ranks == 2)
