@@ -143,7 +143,7 @@ def _object(place: str) -> Any:
         names = _of_user(path, lambda: runpy.run_path(path), f"python {path} shows how it comes to that")
         if name not in names:
             known = sorted(each for each in names if not each.startswith("_"))
-            refuse(f"{path} has no {name!r}{did_you_mean(name, known)}", why=f"it has {listing(known)}")
+            refuse(f"{path} has no {name!r}{did_you_mean(name, known)}", fix=f"name what it has: {listing(known)}")
         found = names[name]
         made = isinstance(found, (tirx.PrimFunc, ir.IRModule, ImportedModule, nn.Module)) or hasattr(found, "program")
         if callable(found) and not made and not hasattr(found, "schedule"):

@@ -56,7 +56,11 @@ def save(run: MeshModule, folder: str | os.PathLike[str]) -> None:
             f"save takes a MeshModule, not {type(run).__name__}",
             fix=_OTHERWISE.get(type(run).__name__, "pass what mt.distribute_module gave of a module"),
         )
-    path = Path(folder) if isinstance(folder, (str, os.PathLike)) else refuse(f"the folder is {shown(folder)}")
+    path = (
+        Path(folder)
+        if isinstance(folder, (str, os.PathLike))
+        else refuse(f"the folder is {shown(folder)}", fix="pass its path")
+    )
     state = run.state_dict(full=False)
     first: dict[int, str] = {}
     state = {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
@@ -160,7 +164,11 @@ def load(
     Raises:
         MeshTensorError: files are missing or damaged, or the layouts don't fit the mesh.
     """
-    path = Path(folder) if isinstance(folder, (str, os.PathLike)) else refuse(f"the folder is {shown(folder)}")
+    path = (
+        Path(folder)
+        if isinstance(folder, (str, os.PathLike))
+        else refuse(f"the folder is {shown(folder)}", fix="pass its path")
+    )
     if "weights" in options:
         refuse(
             "weights are given for a module with weights of its own",

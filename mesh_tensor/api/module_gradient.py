@@ -264,5 +264,6 @@ def _parameters(mod: ir.IRModule, function: str, wrt: Sequence[str] | None) -> l
         refuse(
             [f"there is no parameter {n!r}, but {known(n, names)}{did_you_mean(n, names)}" for n in unknown],
             where=f"gradient of {function!r}",
+            fix="name parameters of the function, in `wrt`; all that hold floats are meant without it",
         )
     return [name if name in params else sources[name] for name in wanted]

@@ -95,7 +95,8 @@ def expert_parallel(module: Module, parameters: Iterable[str], axis: str = "expe
     found = list(parameters)
     _, problems = NamedValues(_mod(module), "main").meant_by(found)
     if problems:
-        refuse(problems, where="an expert-parallel layout")
+        fix = "name the parameters that have a dim of experts, or patterns of them"
+        refuse(problems, where="an expert-parallel layout", fix=fix)
     return {name: {axis: dim} for name in found}
 
 
