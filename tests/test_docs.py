@@ -46,6 +46,17 @@ def test_code_blocks_name_what_there_is():
     assert not unknown
 
 
+def test_names_in_the_text_are_there():
+    """Those of tables and sentences, as `mt.from_torch(...)` or `strategies.zero`."""
+    unknown = []
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+        text = CODE.sub("", page.read_text())
+        for module, name in re.findall(r"`(mt|strategies|mt\.comm|mt\.strategies)\.(\w+)", text):
+            of = {"mt": mt, "mt.comm": mt.comm}.get(module, mt.strategies)
+            unknown += [f"{page.name}: {module}.{name}"] if not hasattr(of, name) else []
+    assert not unknown
+
+
 def test_links_lead_somewhere():
     broken = [
         f"{page.relative_to(ROOT)}: {link}"

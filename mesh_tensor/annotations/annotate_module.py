@@ -35,6 +35,7 @@ from .names import (
     SOURCE_NAMES_ATTR,
     Fresh,
     check_module,
+    meant_function,
     relax_functions,
     unique_names,
     variables,
@@ -95,6 +96,7 @@ def annotate_module(
             for another mesh, or a value is given two layouts.
     """
     check_module(mod, "annotate_module")
+    function = meant_function(mod, function)
     mod = with_flat_parameters(mod, function)
     names, refinement = NamedValues(mod, function), stated_refinement(Mesh(mesh), shardings, priority or {})
     mesh = refinement.mesh

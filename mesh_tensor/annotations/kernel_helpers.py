@@ -154,6 +154,7 @@ class _Helpers:
     def mesh_tensor_copy(self, src: Any, dst: Any, *, src_coord: Any = None, dst_coord: Any = None) -> Any:
         """`T.copy` from `src` to `dst`; where a coordinate is given, from or to that block of the buffer. Where none is
         and the other side has another shape, the block is the one that the buffer's `program_id` is a coordinate of."""
+        self._check_sides(src, dst, src_coord, dst_coord)
         source, target = self._block(src, src_coord, "src_coord"), self._block(dst, dst_coord, "dst_coord")
         if src_coord is None:
             source = own_block(src, self._stated(src), target)
@@ -165,6 +166,20 @@ class _Helpers:
             return copy
         T.evaluate(copy)
         return None
+
+    def _check_sides(self, src: Any, dst: Any, src_coord: Any, dst_coord: Any) -> None:
+        """Refuse the coordinate of a block for the side that has no blocks, where the other one has."""
+        for one, other, given, missing, argument, meant in (
+            (src, dst, src_coord, dst_coord, "src_coord", "dst_coord"),
+            (dst, src, dst_coord, src_coord, "dst_coord", "src_coord"),
+        ):
+            is_plain = isinstance(one, tirx.Buffer) and one.data not in self._annotations
+            if given is not None and missing is None and is_plain and self._stated(other) is not None:
+                refuse(
+                    f"`{argument}` is for {one.name!r}, which is not annotated; {other.name!r} is",
+                    where="mesh_tensor_copy",
+                    fix=f"give `{meant}`, the block of {other.name!r}; or annotate {one.name!r}",
+                )
 
     def _block(self, buffer: Any, coordinate: Any, argument: str) -> Any:
         if coordinate is None:

@@ -25,6 +25,7 @@ from .annotation import BufferAnnotation, is_int
 
 _SIZES = 'annotate(f, mesh, shardings, sizes={"M": 128, ...})'
 _OUT_IDX_ATTR = "tilelang_out_idx"
+_MODULES = {"ExportedProgram", "ImportedModule", "TrainingStep"}
 
 
 def check_kernel(func: Any) -> tirx.PrimFunc:
@@ -45,6 +46,10 @@ def check_kernel(func: Any) -> tirx.PrimFunc:
         fix = "give the PrimFunc that it was compiled from: its .prim_func"
     if isinstance(func, ir.IRModule):
         fix = 'give one of its functions: mod["main"]; of a module with Relax functions, mt.annotate_module takes it'
+    if hasattr(func, "state_dict") or type(func).__name__ in _MODULES:
+        fix = (
+            "of models and modules: mt.distribute_module(mt.from_torch(torch.export.export(model, inputs)), mesh, ...)"
+        )
     return refuse(f"{_named(func)} is no kernel (PrimFunc)", fix=fix)
 
 

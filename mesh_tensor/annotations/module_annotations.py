@@ -18,7 +18,7 @@ from mesh_tensor.base.sub_axes import Refinement
 
 from .annotation import from_attr
 from .named_values import device_meshes, fits, named_mesh, same
-from .names import bindings, check_module, reachable, unique_names, without_layout
+from .names import bindings, check_module, meant_function, reachable, unique_names, without_layout
 
 HINTS_ATTR = "mesh_tensor_hints"
 # A function attribute of modules with gradients: value -> its gradient, which lies as the value is stated to lie.
@@ -106,7 +106,7 @@ def read_module_annotations(
     """
     check_module(mod, "read_module_annotations")
     mod = unique_names(mod)
-    functions = reachable(mod, function)
+    functions = reachable(mod, meant_function(mod, function))
     statements = {name: list(_statements(func)) for name, func in functions.items()}
     mesh = _mesh(mod, _meshes(statements), Mesh(mesh) if mesh is not None else None)
     annotations: dict[tuple[str, str], Annotation] = {}

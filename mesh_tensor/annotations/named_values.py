@@ -61,7 +61,10 @@ class NamedValues:
         for name in patterns:
             fitting = self._fitting(name)
             if not fitting:
-                problems.append(f"no value that is used has a name like {_shown(name)}")
+                names = list(self._sources or self._vars[self._function])
+                problems.append(
+                    f"no value that is used has a name like {_text(name)!r}, but {known(_text(name), names)}"
+                )
             meant += [(name, key, var) for key, var in fitting.items() if key not in taken]
         return meant, problems
 
@@ -118,8 +121,8 @@ def _fits(pattern: str | re.Pattern[str], name: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
-def _shown(pattern: str | re.Pattern[str]) -> str:
-    return repr(pattern.pattern if isinstance(pattern, re.Pattern) else pattern)
+def _text(pattern: str | re.Pattern[str]) -> str:
+    return pattern.pattern if isinstance(pattern, re.Pattern) else pattern
 
 
 AXES_ATTR = "mesh_tensor_axes"

@@ -22,20 +22,26 @@ _WRAPPERS = {"_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_mod
 # What else people have in hand -> how a module is made of it.
 _AS_MODULE = {
     "ImportedModule": "pass its `mod`, and its `params` as weights",
-    "ExportedProgram": "import it: mt.from_torch(program).mod",
     "MeshModule": "pass the module that it was distributed from",
     "Pipeline": "pass the module that it was made of",
+    "PrimFunc": "of a kernel: mt.compile(mt.annotate(kernel, mesh, shardings))",
+    "TrainingRun": "pass the step that it was distributed from",
+    "TrainingStep": "run it by mt.distribute_module; or pass a module that gives the loss",
     "function": "call it, if it makes a module or a kernel",
     "Function": "make a module of it: tvm.IRModule.from_expr(function)",
 }
 
 
-def check_module(mod: Any, caller: str) -> None:
-    """Refuse what is no IRModule, with how one is made of it."""
+def check_module(mod: Any, caller: str, *, takes_imported: bool = False) -> None:
+    """Refuse what is no IRModule, with how one is made of it. `takes_imported`: the caller takes what from_torch gives
+    as well."""
     if not isinstance(mod, ir.IRModule):
-        is_model = any(cls.__module__.startswith("torch.nn") for cls in type(mod).__mro__)
-        model = "export and import it: mt.from_torch(torch.export.export(model, inputs)).mod"
-        fix = model if is_model else _AS_MODULE.get(type(mod).__name__, "make one with @I.ir_module")
+        kind, part = type(mod).__name__, "" if takes_imported else ".mod"
+        fix = _AS_MODULE.get(kind, "make one with @I.ir_module")
+        if any(cls.__module__.startswith("torch.nn") for cls in type(mod).__mro__):
+            fix = f"export and import it: mt.from_torch(torch.export.export(model, inputs)){part}"
+        elif kind == "ExportedProgram":
+            fix = f"import it: mt.from_torch(program){part}"
         refuse(f"{caller} takes an IRModule, not {type(mod).__name__}", fix=fix)
 
 
@@ -77,8 +83,19 @@ def relax_function(mod: ir.IRModule, name: str) -> relax.Function:
     """The Relax function of that name, or a MeshTensorError that names those that there are."""
     functions = relax_functions(mod)
     if name not in functions:
-        refuse(f"the module has no Relax function {name!r}", fix=f"it has {listing(list(functions))}")
+        which = f"name one that it has: function={', '.join(map(repr, functions))}"
+        refuse(f"the module has no Relax function {name!r}", fix=which if functions else "give it one: @R.function")
     return functions[name]
+
+
+def meant_function(mod: ir.IRModule, name: str) -> str:
+    """The name, if the module has a Relax function of it; of a module without a "main" its only public one is meant."""
+    functions = relax_functions(mod)
+    public = [found for found, func in functions.items() if "global_symbol" in (func.attrs or {})]
+    if name == "main" and name not in functions and len(public) == 1:
+        return public[0]
+    relax_function(mod, name)
+    return name
 
 
 def reachable(mod: ir.IRModule, name: str) -> dict[str, relax.Function]:

@@ -1,4 +1,4 @@
-"""The command line: `mesh-tensor simulate FILE:NAME --machine h100x8`, and the same for `search`."""
+"""The command line: `mesh-tensor explain FILE:NAME`, and `simulate` and `search`, for a machine."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import argparse
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from tvm import ir, tirx
 
-from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refuse
+from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refuse, shown
+from mesh_tensor.base.version import __version__
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.simulation import simulate
 
+from .compile import compile
 from .found import FoundKernel
 from .machine import Machine
 from .search import search
@@ -34,9 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mesh-tensor", description="Kernels and modules on meshes.")
+    parser.add_argument("--version", action="version", version=f"mesh-tensor {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     what = "a Python file, and what in it: a kernel, a module, a pipeline, or a function that gives one"
     machine = "a preset (see `machines`), or a file that machine.to_text() was written to"
+
+    made = commands.add_parser("explain", help="what was decided, why, and what devices do; nothing of it is run")
+    made.add_argument("what", metavar="FILE:NAME", help=what)
+    made.set_defaults(run=_explain)
 
     made = commands.add_parser("simulate", help="what something takes on a machine; nothing of it is run")
     made.add_argument("what", metavar="FILE:NAME", help=what)
@@ -49,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "what", metavar="FILE:NAME", help="a Python file, and a module or kernel in it, or a function that gives one"
     )
-    made.add_argument("--devices", type=int, required=True)
+    made.add_argument("--devices", type=int, required=True, help="how many there are")
     made.add_argument("--machine", default="cpu", help=machine)
     made.add_argument("--objective", default="time", help="time, memory or cost (time by devices)")
     made.add_argument("--memory-limit", type=int, help="bytes of a device")
@@ -65,12 +74,23 @@ def _parser() -> argparse.ArgumentParser:
     made.set_defaults(run=_search)
 
     made = commands.add_parser("machines", help="the machines that are known by name")
-    made.set_defaults(run=lambda options: _say("\n\n".join(str(Machine.preset(name)) for name in Machine.presets())))
+    made.set_defaults(run=lambda options: _say("\n\n".join(f"{n}: {Machine.preset(n)}" for n in Machine.presets())))
 
     made = commands.add_parser("measure", help="measure this machine, and write it to a file")
     made.add_argument("file")
     made.set_defaults(run=_measure)
     return parser
+
+
+def _explain(options: argparse.Namespace) -> None:
+    found = _object(options.what)
+    found = compile(found) if isinstance(found, tirx.PrimFunc) else found
+    if not hasattr(found, "explain"):
+        refuse(
+            f"of {shown(found)} nothing was decided",
+            fix="name an annotated kernel, or what mt.compile, mt.distribute_module or mt.pipeline gives",
+        )
+    _say(found.explain())
 
 
 def _simulate(options: argparse.Namespace) -> None:
@@ -119,16 +139,30 @@ def _object(place: str) -> Any:
     path, _, name = place.rpartition(":")
     if not path or not Path(path).is_file():
         refuse(f"there is no file {path or place!r}", fix="write FILE:NAME, as in model.py:run")
-    names = _of_user(path, lambda: runpy.run_path(path))
-    if name not in names:
-        known = sorted(each for each in names if not each.startswith("_"))
-        refuse(f"{path} has no {name!r}{did_you_mean(name, known)}", why=f"it has {listing(known)}")
-    found = names[name]
-    made = isinstance(found, (tirx.PrimFunc, ir.IRModule, ImportedModule)) or hasattr(found, "program")
-    return _of_user(place, found) if callable(found) and not made and not hasattr(found, "schedule") else found
+    with _beside(path):
+        names = _of_user(path, lambda: runpy.run_path(path), f"python {path} shows how it comes to that")
+        if name not in names:
+            known = sorted(each for each in names if not each.startswith("_"))
+            refuse(f"{path} has no {name!r}{did_you_mean(name, known)}", fix=f"name what it has: {listing(known)}")
+        found = names[name]
+        made = isinstance(found, (tirx.PrimFunc, ir.IRModule, ImportedModule, nn.Module)) or hasattr(found, "program")
+        if callable(found) and not made and not hasattr(found, "schedule"):
+            found = _of_user(place, found, "it is called without arguments")
+    return found
 
 
-def _of_user(place: str, run: Callable[[], Any]) -> Any:
+@contextmanager
+def _beside(path: str) -> Iterator[None]:
+    """What lies beside a file is imported as it is when Python runs the file."""
+    before = sys.path[:]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _of_user(place: str, run: Callable[[], Any], fix: str) -> Any:
     """What the user's own code gives; what it raises is told with the line that did."""
     try:
         return run()
@@ -136,10 +170,9 @@ def _of_user(place: str, run: Callable[[], Any]) -> Any:
         raise
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename}, line {last.lineno}" if last.filename != __file__ else ""
         what = "".join(traceback.format_exception_only(error)).strip()
-        refuse(
-            f"{place} fails: {what}", where=f"{last.filename}, line {last.lineno}", fix="it is called without arguments"
-        )
+        refuse(f"{place} fails: {what}", where=where, fix=fix)
 
 
 def _machine(name: str) -> Machine:

@@ -212,9 +212,13 @@ def call_forms(
 def refuse_count(kernel: str, count: int, forms: Mapping[int, CallForm]) -> NoReturn:
     """Raise a MeshTensorError: `kernel` can't be called with that many arguments."""
     expected = sorted(f"{len(form.passed)} ({', '.join(form.passed)})" for form in forms.values())
+    shortest = min(forms.values(), key=lambda form: len(form.passed))
+    returned = {name for form in forms.values() for name in form.returned}
+    updated = [name for name in shortest.passed if name in returned and count < len(shortest.passed)]
     refuse(
         f"{count} arguments, but expected {' or '.join(expected)}",
         where=f"call of kernel {kernel!r}",
+        why=f"it goes on from what {listing(updated)} held before (an atomic_add, say)" if updated else "",
         fix="pass the tensors in the order of the kernel's parameters",
     )
 

@@ -134,7 +134,9 @@ def generate(
 
 def _refuse_unknown(others: Mapping[str, Any]) -> None:
     known = [name for name in inspect.signature(generate).parameters if name not in ("run", "ids", "others")]
-    if problems := [f"there is no argument {name!r}{did_you_mean(name, known)}" for name in others]:
+    meant = {"max_length": "; say max_new_tokens, which the prompt doesn't count in"}
+    problems = [f"there is no argument {name!r}{meant.get(name) or did_you_mean(name, known)}" for name in others]
+    if problems:
         refuse(problems, where="generate", fix=f"leave them out; it takes {listing(known)}")
 
 
@@ -217,27 +219,30 @@ def _room(run: MeshModule, ids: Any, mask: Any, new: int) -> tuple[int, int]:
     batch, length = shapes[1]
     if not (type(ids) is torch.Tensor and type(mask) is torch.Tensor and ids.dim() == 2 and mask.shape == ids.shape):
         given = " and ".join(f"{type(t).__name__} {tuple(getattr(t, 'shape', ()))}" for t in (ids, mask))
-        refuse(f"ids and mask are {given}", where="generate", fix="pass whole tensors (batch, positions), shaped alike")
+        fix = "pass whole tensors (batch, positions), shaped alike; one prompt as ids[None]"
+        refuse(f"ids and mask are {given}", where="generate", fix=fix)
     if problems := _misfits(ids, mask, new, length):
-        refuse(problems, where="generate")
+        refuse(list(problems), where="generate", fix="; ".join(problems.values()))
     return batch, length
 
 
-def _misfits(ids: torch.Tensor, mask: torch.Tensor, new: Any, length: int) -> list[str]:
-    problems = []
+def _misfits(ids: torch.Tensor, mask: torch.Tensor, new: Any, length: int) -> dict[str, str]:
+    """What does not fit -> the way out."""
+    problems: dict[str, str] = {}
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        problems.append(f"ids are {ids.dtype}, but they have to be whole numbers")
+        problems[f"ids are {ids.dtype}, but they have to be whole numbers"] = "pass what a tokenizer gives: torch.int64"
     if not len(ids):
-        problems.append("there are no prompts")
+        problems["there are no prompts"] = "pass at least one row of ids"
     if not (isinstance(new, int) and new >= 0):
-        problems.append(f"max_new_tokens is {shown(new)}, but it has to be a number of tokens")
-    elif ids.shape[1] + new - 1 > length:
-        problems.append(
-            f"prompts of {ids.shape[1]} positions and {new} new tokens need {ids.shape[1] + new - 1} positions, but "
-            f"the module keeps {length}"
-        )
+        fix = "say how many tokens at most come after the prompt: max_new_tokens=64"
+        problems[f"max_new_tokens is {shown(new)}, but it has to be a number of tokens"] = fix
+    elif (wanted := ids.shape[1] + new - 1) > length:
+        what = f"prompts of {ids.shape[1]} positions and {new} new tokens need {wanted} positions"
+        fix = f"ask for fewer tokens, or make the module for more: from_transformers(model, batch, length={wanted})"
+        problems[f"{what}, but the module keeps {length}"] = fix
     if not bool(((mask == 0) | (mask == 1)).all()) or bool((mask[:, 1:] < mask[:, :-1]).any()):
-        problems.append("the attention mask is not 0 before and 1 at the tokens of each row: pad prompts on their left")
+        what = "the attention mask is not 0 before and 1 at the tokens of each row"
+        problems[what] = "pad prompts on their left"
     elif not ids.shape[1] or not bool((mask[:, -1] == 1).all()):
-        problems.append("there are prompts without tokens")
+        problems["there are prompts without tokens"] = "begin each with a token, such as the model's bos_token_id"
     return problems

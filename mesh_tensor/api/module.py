@@ -13,7 +13,7 @@ from tvm import ir
 from mesh_tensor.annotations.annotate_module import annotate_module
 from mesh_tensor.annotations.annotation import check, complete
 from mesh_tensor.annotations.named_values import NamedValues
-from mesh_tensor.annotations.names import check_module
+from mesh_tensor.annotations.names import check_module, meant_function
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU, machine_named
@@ -106,6 +106,7 @@ def distribute_module(
             )
     step, given = (mod, _step_module(mod, mesh, shardings, priority)) if isinstance(mod, TrainingStep) else (None, mod)
     _check(given, kernels, weights, donate)
+    function = meant_function(given, function)
     if shardings and step is None:
         if mesh is None:
             refuse("shardings without a mesh", fix="pass the mesh that they are for")
@@ -133,7 +134,7 @@ def distribute_module(
 
 
 def _check(given: object, kernels: object, weights: object, donate: bool) -> None:
-    check_module(given, "distribute_module")
+    check_module(given, "distribute_module", takes_imported=True)
     if kernels and not (isinstance(kernels, Mapping) and all(callable(made) for made in kernels.values())):
         refuse(
             f"the kernels are {shown(kernels)}", fix="give a dict from operators' names to functions that make kernels"
@@ -162,8 +163,15 @@ def annotated_step(
     """The step's module with what is stated for it. What the optimizer keeps for a parameter lies as the parameter,
     unless something is stated for it. `priority` is as `annotate_module` takes it. Refused as by `annotate_module`, and
     where ZeRO is wanted and no axis splits the batch."""
-    meant, problems = NamedValues(step.mod, "main").meant_by(shardings)
-    if problems or not set(priority) <= set(shardings):
+    if isinstance(shardings, TrainingStep):
+        refuse(
+            "a training step where layouts are expected",
+            why="strategies.zero gives the step, whose optimizer's state is split over the axes that split the batch",
+            fix="distribute_module(strategies.zero(step, level), mesh, strategies.data_parallel(step))",
+        )
+    is_dict = isinstance(shardings, Mapping)
+    meant, problems = NamedValues(step.mod, "main").meant_by(shardings if is_dict else ())
+    if problems or not is_dict or not set(priority) <= set(shardings):
         return annotate_module(step.mod, mesh, shardings, priority=priority)  # which says so
     named = [(var if function == "main" else f"{function}.{var}", name) for name, (function, var), _ in meant]
     named += [(again, name) for var, name in named for again in step.copies.get(var, ())]

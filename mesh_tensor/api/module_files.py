@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from mesh_tensor.annotations.annotate_module import annotate_module
+from mesh_tensor.annotations.module_annotations import stated_meshes
+from mesh_tensor.annotations.names import reachable
 from mesh_tensor.annotations.stated_ties import Unannotated, without_annotations
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
 from mesh_tensor.base.mesh import Mesh
@@ -27,6 +29,15 @@ from .module import distribute_module
 from .module_ports import whole
 
 MODULE = "module.json"
+# How what is no module on a mesh is kept.
+_OTHERWISE = {
+    "ImportedModule": "write its module, mt.save_module(module.mod, file), or distribute it first",
+    "IRModule": "write it to a file: mt.save_module(mod, file)",
+    "MeshKernel": "keep its source: what is compiled is cached",
+    "Pipeline": "save what its state_dict() gives: torch.save(run.state_dict(), file)",
+    "TrainingRun": "save what its state_dict() gives: torch.save(run.state_dict(), file), on ranks "
+    "torch.distributed.checkpoint",
+}
 _FILE_BYTES = 2**30  # of whole weights that are in memory at a time
 
 
@@ -41,8 +52,15 @@ def save(run: MeshModule, folder: str | os.PathLike[str]) -> None:
         MeshTensorError: the folder can't be written, or safetensors is not installed.
     """
     if not isinstance(run, MeshModule):
-        refuse(f"save takes a MeshModule, not {type(run).__name__}", fix="save what the state_dict() of others gives")
-    path = Path(folder) if isinstance(folder, (str, os.PathLike)) else refuse(f"the folder is {shown(folder)}")
+        refuse(
+            f"save takes a MeshModule, not {type(run).__name__}",
+            fix=_OTHERWISE.get(type(run).__name__, "pass what mt.distribute_module gave of a module"),
+        )
+    path = (
+        Path(folder)
+        if isinstance(folder, (str, os.PathLike))
+        else refuse(f"the folder is {shown(folder)}", fix="pass its path")
+    )
     state = run.state_dict(full=False)
     first: dict[int, str] = {}
     state = {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
@@ -71,7 +89,8 @@ def _finish(run: MeshModule, path: Path, entries: Mapping[str, Any]) -> None:
     save_module(run.annotated_module, path / MODULE)
     written = path / f".{INDEX}"
     try:
-        written.write_text(json.dumps({"format": FORMAT, "function": run.function, "weights": entries}), "utf-8")
+        index = {"format": FORMAT, "function": run.function, "mesh": dict(run.mesh.shape), "weights": entries}
+        written.write_text(json.dumps(index), "utf-8")
         os.replace(written, path / INDEX)
     except OSError as error:
         refuse(f"{str(path / INDEX)!r} can't be written", why=str(error), fix="choose another folder")
@@ -145,7 +164,11 @@ def load(
     Raises:
         MeshTensorError: files are missing or damaged, or the layouts don't fit the mesh.
     """
-    path = Path(folder) if isinstance(folder, (str, os.PathLike)) else refuse(f"the folder is {shown(folder)}")
+    path = (
+        Path(folder)
+        if isinstance(folder, (str, os.PathLike))
+        else refuse(f"the folder is {shown(folder)}", fix="pass its path")
+    )
     if "weights" in options:
         refuse(
             "weights are given for a module with weights of its own",
@@ -156,10 +179,13 @@ def load(
     if absent:
         refuse(f"there is no {absent[0]} in {str(path)!r}", fix="pass a folder that mt.save wrote")
     mod, weights = load_module(path / MODULE), open_weights(path)
-    function = options.pop("function", None) or read_json(path / INDEX).get("function")
+    index = read_json(path / INDEX)
+    function = options.pop("function", None) or index.get("function")
     if not isinstance(function, str):
         refuse(f"{INDEX} names no function", where=str(path), fix="pass function=, the one to run")
-    if mesh is not None:
+    if not stated_meshes(reachable(mod, function)):  # no layout says for which mesh it is
+        mesh = index.get("mesh") if mesh is None else mesh
+    elif mesh is not None:
         saved = without_annotations(mod, function)
         named = mesh_of(mesh) if type(mesh).__name__ == "DeviceMesh" else Mesh(mesh)
         if shardings is not None or Refinement.between(named, saved.mesh) is None:

@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 import torch
 from tvm import ir
 
-from mesh_tensor.annotations.names import check_module, known, relax_function, source_names, with_flat_parameters
+from mesh_tensor.annotations.names import (
+    check_module,
+    known,
+    meant_function,
+    relax_function,
+    source_names,
+    with_flat_parameters,
+)
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.importers import ImportedModule
@@ -228,7 +235,8 @@ def gradient(module: Module, wrt: Sequence[str] | None = None, function: str = "
     >>> loss, (d_weight, d_bias) = run(x, y)
     """
     mod = module.mod if isinstance(module, ImportedModule) else module
-    check_module(mod, "gradient")
+    check_module(mod, "gradient", takes_imported=True)
+    function = meant_function(mod, function)
     if isinstance(module, ImportedModule) and module.state:
         refuse(
             f"the gradient of a module that writes {listing(list(module.state))}",
@@ -256,5 +264,6 @@ def _parameters(mod: ir.IRModule, function: str, wrt: Sequence[str] | None) -> l
         refuse(
             [f"there is no parameter {n!r}, but {known(n, names)}{did_you_mean(n, names)}" for n in unknown],
             where=f"gradient of {function!r}",
+            fix="name parameters of the function, in `wrt`; all that hold floats are meant without it",
         )
     return [name if name in params else sources[name] for name in wanted]

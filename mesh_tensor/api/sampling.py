@@ -145,7 +145,7 @@ class Beams:
         if self.early_stopping not in (True, False, "never"):
             problems.append(f"early_stopping is {shown(self.early_stopping)}, but it has to be a bool or 'never'")
         if problems:
-            refuse(problems, where="beams of generate")
+            refuse(problems, where="beams of generate", fix="leave out what is as by default: 1, 1.0 and False")
 
     def shares(self, length: int) -> float:
         """What the score of a row with so many new tokens is over."""

@@ -14,7 +14,7 @@ from tvm import ir, tirx
 from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.annotations.module_annotations import stated_meshes
 from mesh_tensor.annotations.named_values import named_mesh
-from mesh_tensor.annotations.names import check_module, reachable, relax_function, with_flat_parameters
+from mesh_tensor.annotations.names import check_module, meant_function, reachable, relax_function, with_flat_parameters
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU, machine_named
@@ -118,7 +118,7 @@ def search(
         kernel = _search_kernel(check_kernel(module), tried, machine, _rank(objective, limit), width, seconds)
         _check_fits(kernel.strategies, limit, machine, tried)
         return kernel
-    mod = _searched(module, function)
+    mod, function = _searched(module, function)
     if batch is not None:
         imported = _trained(module, mod, inputs)
         taken = [p.name_hint for p in relax_function(mod, function).params if p.name_hint not in imported.params]
@@ -153,12 +153,12 @@ def search(
     return Found(module, function, machine, tuple(dims), tuple(found), evaluator.planned, asked)
 
 
-def _searched(module: ir.IRModule | ImportedModule | TrainingStep, function: str) -> ir.IRModule:
-    """The Relax module, which has no layouts yet."""
+def _searched(module: ir.IRModule | ImportedModule | TrainingStep, function: str) -> tuple[ir.IRModule, str]:
+    """The Relax module, which has no layouts yet, and the function that is meant."""
     mod = module.mod if isinstance(module, (ImportedModule, TrainingStep)) else module
-    check_module(mod, "search")
+    check_module(mod, "search", takes_imported=True)
+    function = meant_function(mod, function)
     mod = with_flat_parameters(mod, function)
-    relax_function(mod, function)
     if stated := stated_meshes(reachable(mod, function)):
         refuse(
             [f"{where} is annotated for {named_mesh(mod, device)} already" for device, where in stated],
@@ -166,7 +166,7 @@ def _searched(module: ir.IRModule | ImportedModule | TrainingStep, function: str
             why="it finds layouts of modules that have none",
             fix="search the module as it was before it was annotated",
         )
-    return mod
+    return mod, function
 
 
 def _trained(module: object, mod: ir.IRModule, inputs: Sequence[str] | None) -> ImportedModule:

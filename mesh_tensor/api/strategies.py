@@ -95,7 +95,8 @@ def expert_parallel(module: Module, parameters: Iterable[str], axis: str = "expe
     found = list(parameters)
     _, problems = NamedValues(_mod(module), "main").meant_by(found)
     if problems:
-        refuse(problems, where="an expert-parallel layout")
+        fix = "name the parameters that have a dim of experts, or patterns of them"
+        refuse(problems, where="an expert-parallel layout", fix=fix)
     return {name: {axis: dim} for name in found}
 
 
@@ -114,8 +115,10 @@ def combine(*layouts: Mapping[str, Mapping[str, int]]) -> Layouts:
     """
     made: Layouts = {}
     problems = []
-    if wrong := [shown(layout) for layout in layouts if not isinstance(layout, Mapping)]:
-        refuse([f"{each} is no layouts" for each in wrong], where="combine", fix="pass dicts, such as strategies give")
+    if wrong := [layout for layout in layouts if not isinstance(layout, Mapping)]:
+        is_step = any(isinstance(each, TrainingStep) for each in wrong)
+        fix = "distribute the step that zero gives, with these layouts" if is_step else "pass what strategies give"
+        refuse([f"{shown(each)} is no layouts, which are a dict" for each in wrong], where="combine", fix=fix)
     for layout in layouts:
         for name, sharding in layout.items():
             mine = made.setdefault(name, {})
@@ -132,7 +135,7 @@ def combine(*layouts: Mapping[str, Mapping[str, int]]) -> Layouts:
 
 def _mod(module: Module) -> ir.IRModule:
     mod = module if isinstance(module, ir.IRModule) else getattr(module, "mod", None)
-    check_module(mod if mod is not None else module, "a strategy")
+    check_module(mod if mod is not None else module, "a strategy", takes_imported=True)
     return mod
 
 

@@ -38,7 +38,7 @@ Schedule = Callable[[int], float]
 _LARGEST_LR = torch.finfo(torch.float32).max
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TrainingStep:
     """One step of training: `mod`'s function `main` takes a batch, the numbers of the step (`opt_numbers`) and `state`:
     the parameters, what the optimizer keeps for them, and buffers that the model writes; it gives the loss and the new
@@ -69,6 +69,9 @@ class TrainingStep:
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     seed: int | None = None
     constants: Constants = field(default_factory=Constants)
+
+    def __repr__(self) -> str:
+        return f"TrainingStep({', '.join(self.inputs)}; {len(self.kept)} parameters)"
 
     def dropout_seed(self, step: int) -> torch.Tensor:
         """What dropouts of step 0, 1, ... follow from."""
@@ -151,8 +154,11 @@ def training_step(
         refuse(f"zero={zero!r}", fix="use 0, 1, 2 or 3")
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         refuse(f"clip_norm={shown(clip_norm)}", fix="use the largest norm that gradients may have, a number above 0")
-    if not (schedule is None or callable(schedule)):
-        refuse(f"schedule={shown(schedule)}", fix="use a function from the number of the step to a factor")
+    if isinstance(schedule, type) or not (schedule is None or callable(schedule)):
+        fix = "use a function from the number of the step (0, 1, ...) to a factor, as LambdaLR takes it"
+        refuse(f"schedule={shown(schedule)}", fix=fix)
+    if isinstance(inputs, (torch.Tensor, Mapping)):
+        refuse(f"the inputs are a {type(inputs).__name__}", fix="pass a tuple of tensors, the target last: (x, y)")
     made = any_optimizer(optimizer, options)
     scale, dtype = LossScale.make(loss_scale), _narrow(reduce_dtype)
     asked = _Asked(made, zero, clip_norm, schedule, scale, _checked_seed(seed), recompute, dtype, per_microbatch)

@@ -14,6 +14,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.importers.imported import MORE_ROUNDING
 from mesh_tensor.importers.torch_dropout import kept_whole
 from mesh_tensor.importers.torch_exact import in_float64, interpreted
+from mesh_tensor.importers.torch_program import dtypes_inside
 from mesh_tensor.plan.gradient import gradient_function
 from mesh_tensor.rules.operator.dropout import without_dropout
 from mesh_tensor.runtime.ambient import undisturbed
@@ -46,7 +47,8 @@ def check_gradients(model: nn.Module, found: ImportedLoss, inputs: Tensors, trai
     _, ours = run_sequential(made, {**_named(made, inputs), **module.params})
     gradients = [torch.zeros_like(g) if e is None else e for g, e in zip(ours, expected, strict=True)]
     off, sizes = [_largest(g, e) for g, e in zip(ours, gradients, strict=True)], [_largest(e) for e in gradients]
-    tolerances = [_TOLERANCE if e.itemsize > 2 else _NARROW_TOLERANCE for e in gradients]
+    is_narrow = any(dtype.is_floating_point and dtype.itemsize <= 2 for dtype in dtypes_inside(program))
+    tolerances = [_NARROW_TOLERANCE if is_narrow or e.itemsize <= 2 else _TOLERANCE for e in gradients]
     is_near = [o <= t * size for o, t, size in zip(off, tolerances, sizes, strict=True)]
     rounded = _rounded(program, model, inputs, wanted) if not all(is_near) else []
     scale = max(sizes, default=0.0)

@@ -13,7 +13,7 @@ from torch import nn
 from tvm import relax
 
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
-from mesh_tensor.base.optimizer import MASTER, Optimizer, is_number
+from mesh_tensor.base.optimizer import MASTER, OPTIMIZERS, Optimizer, is_number
 from mesh_tensor.importers.torch_frontend import from_torch
 from mesh_tensor.plan.training import AnyOptimizer, WrittenOptimizer
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -26,6 +26,15 @@ def any_optimizer(given: str | Rule, options: Mapping[str, Any]) -> AnyOptimizer
     """The optimizer of that name, or that a function is."""
     if isinstance(given, str):
         return Optimizer.make(given, **options)
+    kind = given if isinstance(given, type) else type(given)
+    if issubclass(kind, torch.optim.Optimizer):
+        like = [name for name in OPTIMIZERS if name == kind.__name__.lower()]
+        refuse(
+            f"optimizer={kind.__name__} of torch.optim",
+            why="a step has an optimizer's formula in it, and what it keeps lies on the mesh",
+            fix=f"name it, with its options beside: optimizer={(like or ['adamw'])[0]!r}, lr=1e-3 "
+            f"(known: {listing(list(OPTIMIZERS))}); or pass a function",
+        )
     if not callable(given):
         refuse(f"optimizer={shown(given)}", fix="use the name of an optimizer, or a function")
     unknown = [name for name in options if name != "lr"]

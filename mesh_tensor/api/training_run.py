@@ -155,9 +155,12 @@ class TrainingRun:
         """What of the state is no tensor of the module's."""
         return {STEP: torch.tensor(self.steps)} | ({} if self._scale is None else self._scale.state())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Go on from a state that `state_dict` gave, perhaps on another mesh: whole tensors or DTensors. What is not
         trained may be missing.
+
+        strict   refuse a state in which names are missing (a model's has nothing of the optimizer), instead of keeping
+                 what the run has for them
 
         Raises:
             MeshTensorError: names are missing or unknown, shapes or dtypes differ, or what is not trained is another
@@ -166,13 +169,15 @@ class TrainingRun:
         given = state.values() if isinstance(state, Mapping) else ()
         with self._module.turns.one("a state that is loaded", given):
             with self._module.as_call(given):
-                tensors, numbers = self._loadable(state)
+                tensors, numbers = self._loadable(state, strict)
+            if len(tensors) < len(self._step.state):
+                tensors = {**self._module.whole_state(self._kept, None), **tensors}
             kept = self._module.as_state(tensors)
-            self._state, self.steps, self._lost = kept, int(numbers[STEP] or 0), ""
+            self._state, self.steps, self._lost = kept, int(numbers.get(STEP, self.steps) or 0), ""
             self._bounded = self._is_bounded(kept)
             self._scale = self._scale and self._scale.loaded(numbers)
 
-    def _loadable(self, state: Any) -> tuple[dict[str, Any], dict[str, float | None]]:
+    def _loadable(self, state: Any, strict: bool) -> tuple[dict[str, Any], dict[str, float | None]]:
         """The state by the module's parameters, and the numbers of it."""
         names = {theirs: ours for theirs, ours in self._step.names.items() if ours in self._step.state}
         counts = self._counts()
@@ -180,7 +185,9 @@ class TrainingRun:
             refuse(f"{shown(state)} is no state", fix="pass what state_dict() gave")
         self._check_mesh(state)
         known = [*names, *counts]
-        problems = [f"{name!r} is missing" for name in known if name not in state]
+        problems = [f"{name!r} is missing" for name in known if strict and name not in state]
+        if not problems and any(name not in state for name in names):
+            self._check_there()
         every = [*self._step.names, *counts]
         problems += [f"there is no {name!r}{did_you_mean(name, known)}" for name in state if name not in every]
         problems += [
@@ -194,10 +201,9 @@ class TrainingRun:
         numbers = {name: _number(state[name]) for name in counts if name in state}
         problems += [f"{n!r} is {shown(state[n])}, and no number" for n, number in numbers.items() if number is None]
         if problems:
-            refuse(
-                problems, where="the state to load", fix="load what state_dict() of the same model and optimizer gave"
-            )
-        return {names[name]: state[name] for name in names}, numbers
+            fix = "load what state_dict() of the same model and optimizer gave; strict=False keeps what is missing"
+            refuse(problems, where="the state to load", fix=fix)
+        return {ours: state[name] for name, ours in names.items() if name in state}, numbers
 
     def _fixed(self, name: str) -> torch.Tensor:
         """What is not trained of the parameters, as it was when the step was distributed; of DTensors all ranks would

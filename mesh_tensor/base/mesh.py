@@ -146,6 +146,8 @@ _MADE: dict[tuple[tuple[str, int], ...], Mesh] = {}
 
 def _checked_axes(axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     fix = 'write it as {"x": 2, "y": 2}: axis names with the number of devices along each'
+    if names := getattr(axes, "mesh_dim_names", None):  # a DeviceMesh of torch's, which calls and modules take
+        fix = f"give its axes with their sizes: {dict(zip(names, tuple(getattr(axes, 'shape', ())), strict=True))}"
     if not isinstance(axes, Mapping):
         refuse(f"a mesh is a dict from axis names to sizes, not {shown(axes)}", fix=fix)
     if not axes:

@@ -15,7 +15,7 @@ from threading import RLock
 from typing import Any
 from weakref import WeakValueDictionary
 
-from .errors import MeshTensorError, refuse
+from .errors import MeshTensorError, refuse, shown
 from .mesh import Mesh
 from .placement import Partial, Placement, Replicate, Shard, collect, how_to_state, how_to_write, parse_text, state
 from .window import Window, parse_windows, windows_text
@@ -83,7 +83,7 @@ class Sharding:
     def make(
         mesh: Mesh | Mapping[str, int],
         ndim: int,
-        sharding: Mapping[str, Any] | Sequence[Any] | None = None,
+        sharding: Mapping[str, Any] | Sequence[Any] | str | None = None,
         *,
         replicate: str | Iterable[str] = (),
         partial: Mapping[str, str] | None = None,
@@ -91,13 +91,15 @@ class Sharding:
     ) -> Sharding:
         """The Sharding that `sharding` (axis -> dim, or None for replicated) states, checked. An axis left out is
         replicated; `replicate` states that again and is checked; `partial` is axis -> op. Negative dims count from
-        the end. A list has one of these per axis; instead of a dim, a placement, ours or torch's, will do. `name` is
-        the buffer's, for messages.
+        the end. A list has one of these per axis; instead of a dim, a placement, ours or torch's, will do. A text that
+        says all of it is read as by `parse`. `name` is the buffer's, for messages.
 
         >>> str(Sharding.make(Mesh({"x": 2, "y": 2}), 2, {"x": -1}, partial={"y": "sum"}))
         'S[1], P[sum]'
         """
         mesh = Mesh(mesh)
+        if isinstance(sharding, str) and not replicate and not partial:
+            return Sharding.parse(mesh, ndim, sharding, name=name)
         by_axis, problems = state(mesh, ndim, sharding, replicate, partial)
         if problems:
             refuse(problems, where=_where(mesh, ndim, name), fix=how_to_state(mesh, ndim))
@@ -112,8 +114,10 @@ class Sharding:
         True
         """
         mesh = Mesh(mesh)
-        text, *windows = text.split("; ")
         try:
+            if not isinstance(text, str):
+                refuse(f"can't read the sharding {shown(text)}: it is no text")
+            text, *windows = text.split("; ")
             sharding, partial = parse_text(mesh, text)
         except MeshTensorError as error:
             refuse(str(error), where=_where(mesh, ndim, name), fix=how_to_write(mesh))
@@ -264,7 +268,10 @@ class Sharding:
 
     def _check_rank(self, shape: Sequence[Any]) -> None:
         if len(shape) != self.ndim:
-            refuse(f"shape {tuple(shape)} has {len(shape)} dims, but the sharding '{self}' is for {self.ndim}")
+            refuse(
+                f"shape {tuple(shape)} has {len(shape)} dims, but the sharding '{self}' is for {self.ndim}",
+                fix="pass all sizes of the tensor, or make the sharding for as many dims",
+            )
 
 
 def _canonical(

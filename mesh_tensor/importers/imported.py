@@ -29,7 +29,7 @@ MORE_ROUNDING = 8.0
 _MOST_ROUNDED = 1e-2  # of the largest value
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ImportedModule:
     """A module that was made elsewhere: `mod` takes its weights as parameters, after its inputs; `params` are the
     weights, by parameter name; `names` is from names that values had before to the module's. `state`: weights that a
@@ -45,6 +45,10 @@ class ImportedModule:
     frozen: tuple[str, ...] = ()
     form: CallForm | None = None
     constants: Constants = field(default_factory=Constants)
+
+    def __repr__(self) -> str:
+        functions = ", ".join(sorted(var.name_hint for var, _ in self.mod.functions_items()))
+        return f"ImportedModule({functions}; {len(self.params)} weights)"
 
 
 def children_of(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:

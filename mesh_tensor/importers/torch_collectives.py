@@ -27,13 +27,16 @@ def _group(importer: Any, name: str, size: int | None = None) -> Mesh:
         )
     axes = groups[str(name)]
     if size is not None and size != axes.num_devices:
-        refuse(f"group {name!r} has {size} ranks, but {axes} has {axes.num_devices} devices")
+        refuse(
+            f"group {name!r} has {size} ranks, but {axes} has {axes.num_devices} devices",
+            fix="state the axes along which the group's ranks lie, in a mesh of the sizes that the program ran on",
+        )
     return axes
 
 
 def _op(name: str) -> str:
     if name.lower() not in _OPS:
-        refuse(f"reduction {name!r} is none of {listing(list(_OPS))}")
+        refuse(f"reduction {name!r} is none of {listing(list(_OPS))}", fix="reduce by one of them")
     return _OPS[name.lower()]
 
 

@@ -43,9 +43,12 @@ def in_float64(value: Any) -> Any:
 
 
 class _InFloat64(torch.fx.Interpreter):
-    """Takes every conversion to floats as one to float64."""
+    """Takes every conversion to floats as one to float64, those of autocast among them."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.higher_order.wrap_with_autocast:
+            _device, _dtype, _enabled, _cached, graph, *operands = args
+            return _InFloat64(graph).run(*operands)
         args, kwargs = pytree.tree_map(_wide, (args, kwargs))
         return super().call_function(target, args, kwargs)
 

@@ -19,7 +19,7 @@ from .imported import ImportedModule, form_of, refuse_differences
 from .torch_dropout import counted
 from .torch_exact import results_in_float64
 from .torch_import import import_torch
-from .torch_program import operators, results_of
+from .torch_program import dtypes_inside, results_of
 
 
 def from_torch(program: torch.export.ExportedProgram, *, check: bool = True, buffers: bool = False) -> ImportedModule:
@@ -75,7 +75,7 @@ def _check(module: ImportedModule, program: torch.export.ExportedProgram) -> Non
         exact=lambda: [] if module.state else [*map(as_floats, results_in_float64(program, given))],
         where="the imported program, on its example inputs",
         fix="write the model with other operators",
-        computed_in={tensor.dtype for node in operators(program) for tensor in _tensors(node.meta.get("val"))},
+        computed_in=dtypes_inside(program),
     )
 
 

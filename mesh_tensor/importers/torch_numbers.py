@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from tvm import relax, tirx
 
+from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .torch_args import arguments, emit, in_dtype, in_result_dtype, result_dtype
+from .torch_args import arguments, emit, in_dtype, in_result_dtype, result_dtype, widened
 from .torch_sizes import SIZES, counted, parted, selected, sliced
 
 Convert = Callable[[Any, Any], Any]
@@ -86,6 +88,27 @@ def promoting(op: Convert) -> Convert:
     def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
         own = promotes(node, importer) or getattr(node.target, "__name__", "") not in importer.conversions_of_tvm
         return of_two(op)(node, importer) if own else of_tvm(node, importer)
+
+    return converted
+
+
+def widening(op: Convert) -> Convert:
+    """The conversion, of float32 where it takes tensors of 16 bits beside wider ones, as norms do under autocast: torch
+    computes so, and rounds what comes out once."""
+
+    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
+        operands = {operand: importer.env[operand] for operand in node.all_input_nodes}
+        found = {value.struct_info.dtype for value in operands.values() if isinstance(value, relax.Expr)}
+        if not found.intersection(NARROW) or found.issubset(NARROW):
+            return op(node, importer)
+        wide = {n: widened(importer, value) for n, value in operands.items() if isinstance(value, relax.Expr)}
+        importer.env.update(wide)
+        try:
+            made = op(node, importer)
+        finally:
+            importer.env.update(operands)
+        first, *_ = pytree.tree_leaves(node.meta["val"])  # what TVM gives of a batch norm
+        return in_dtype(importer, made, dtype_name(first.dtype))
 
     return converted
 

@@ -21,7 +21,7 @@ from .torch_backward import BACKWARD, KEPT_BACKWARD
 from .torch_dropout import converted as dropout
 from .torch_general import CONVOLUTIONS, GENERAL, WITH_GRADIENTS
 from .torch_indexing import INDEXING, SHAPES
-from .torch_numbers import NUMBERS, Convert, promoting
+from .torch_numbers import NUMBERS, Convert, of_tvm, promoting, widening
 from .torch_strided import STRIDED
 
 _aten = torch.ops.aten
@@ -227,6 +227,8 @@ CONVERTERS: dict[str, Convert] = {
     **STRIDED,
     **GENERAL,
     "_native_batch_norm_legit_functional.default": batch_norm,
+    "_native_batch_norm_legit.no_stats": widening(of_tvm),
+    "_native_batch_norm_legit_no_training.default": widening(of_tvm),
     "add.Tensor": with_alpha(relax.op.add),
     "addmm.default": addmm,
     "bilinear.default": bilinear,
@@ -235,12 +237,12 @@ CONVERTERS: dict[str, Convert] = {
     "detach.default": detach,
     "embedding.default": embedding,
     "flip.default": flip,
-    "group_norm.default": group_norm,
-    "layer_norm.default": layer_norm,
+    "group_norm.default": widening(group_norm),
+    "layer_norm.default": widening(layer_norm),
     "linear.default": linear,
     "matmul.default": matmul,
     "mm.default": matmul,
-    "rms_norm.default": rms_norm,
+    "rms_norm.default": widening(rms_norm),
     "scaled_dot_product_attention.default": attention,
     "sub.Tensor": with_alpha(relax.op.subtract),
     "var.correction": variance,

@@ -95,6 +95,12 @@ def operators(program: torch.export.ExportedProgram) -> Iterator[torch.fx.Node]:
             yield from (node for node in module.graph.nodes if node.op == "call_function")
 
 
+def dtypes_inside(program: torch.export.ExportedProgram) -> set[torch.dtype]:
+    """The dtypes of all that the program computes, under autocast, too."""
+    made = (leaf for node in operators(program) for leaf in pytree.tree_leaves(node.meta.get("val")))
+    return {leaf.dtype for leaf in made if isinstance(leaf, torch.Tensor)}
+
+
 def refuse_autocast(program: torch.export.ExportedProgram) -> None:
     """Refuse a program that was recorded under autocast without saying so: its operators give, of operands in float32
     alone, what only autocast makes of them."""

@@ -78,7 +78,11 @@ def _axes(name: str, axes: Iterable[str], mesh: Mesh) -> Mesh:
     """The axes of a group, in the order in which its ranks lie."""
     stated = [axes] if isinstance(axes, str) else list(axes)
     if unknown := [axis for axis in stated if axis not in mesh]:
-        refuse([f"axis {axis!r} of group {name!r} is none of {mesh}" for axis in unknown], where="from_torch_rank")
+        refuse(
+            [f"axis {axis!r} of group {name!r} is none of {mesh}" for axis in unknown],
+            where="from_torch_rank",
+            fix="give groups as {name of the group: the axes of the mesh that its ranks lie along}",
+        )
     return Mesh({axis: mesh.size(axis) for axis in stated})
 
 

@@ -140,7 +140,10 @@ class WeightFile:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> NoReturn:
-        refuse(f"{str(self.path)!r} can't be read", why=str(error), fix="copy the file again")
+        fix = "copy the file again"
+        if self.path.suffix != ".safetensors":
+            fix = "pass a file of safetensors; of what torch.save wrote: weights=torch.load(file, weights_only=True)"
+        refuse(f"{str(self.path)!r} can't be read", why=str(error), fix=fix)
 
 
 class StoredWeights(Mapping[str, StoredTensor]):
@@ -187,11 +190,13 @@ def open_weights(path: str | os.PathLike[str]) -> StoredWeights:
     if (path / _INDEX_OF_OTHERS).is_file():
         names = read_json(path / _INDEX_OF_OTHERS).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            refuse(f"{_INDEX_OF_OTHERS} says in no `weight_map` which weight is where", where=str(path))
+            problem = f"{_INDEX_OF_OTHERS} says in no `weight_map` which weight is where"
+            refuse(problem, where=str(path), fix="copy the file again, or pass the path of one file of safetensors")
         found = _in_files([_inside(path, name) for name in dict.fromkeys(names.values())])
         missing = [name for name in names if name not in found]
         if missing:
-            refuse(f"the files lack {listing(missing)}, which {_INDEX_OF_OTHERS} names", where=str(path))
+            problem = f"the files lack {listing(missing)}, which {_INDEX_OF_OTHERS} names"
+            refuse(problem, where=str(path), fix="copy all files of the folder again")
         return StoredWeights(found, str(path))
     files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -231,7 +236,8 @@ def _in_files(paths: Sequence[Path]) -> dict[str, StoredTensor]:
 def _in_pieces(folder: Path) -> dict[str, StoredTensor]:
     document = read_json(folder / INDEX)
     if document.get("format") != FORMAT:
-        refuse(f"{INDEX} is of format {document.get('format')!r}, and this is format {FORMAT}", where=str(folder))
+        problem = f"{INDEX} is of format {document.get('format')!r}, and this is format {FORMAT}"
+        refuse(problem, where=str(folder), fix="load it with the version that wrote it, or save it anew with this one")
     try:
         weights = document["weights"]
         names = {piece["file"] for entry in weights.values() for piece in entry["pieces"]}
@@ -246,7 +252,8 @@ def _in_pieces(folder: Path) -> dict[str, StoredTensor]:
                 raise ValueError(f"the pieces of {name!r} are not that weight")
         return made
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        refuse(f"{INDEX} is damaged, or its files are of another one", where=str(folder), why=repr(error))
+        problem = f"{INDEX} is damaged, or its files are of another one"
+        refuse(problem, where=str(folder), why=repr(error), fix="copy all files of the folder again, or save it anew")
 
 
 def _covered(tensor: StoredTensor) -> bool:

@@ -21,6 +21,7 @@ from mesh_tensor.annotations.module_annotations import HINTS_ATTR
 from mesh_tensor.annotations.named_values import NamedValues
 from mesh_tensor.annotations.names import (
     check_module,
+    meant_function,
     relax_function,
     source_names,
     unique_names,
@@ -38,10 +39,10 @@ class Flow:
     calls of the module's functions are one binding each."""
 
     def __init__(self, mod: ir.IRModule, function: str) -> None:
-        check_module(mod, "pipeline")
-        self.mod = unique_names(with_flat_parameters(mod, function))
-        self.function = function
-        self.func = relax_function(self.mod, function)
+        check_module(mod, "pipeline", takes_imported=True)
+        self.function = meant_function(mod, function)
+        self.mod = unique_names(with_flat_parameters(mod, self.function))
+        self.func = relax_function(self.mod, self.function)
         blocks = self.func.body.blocks[:]  # a slice of TVM's arrays is a list: several times as fast to go through
         self.blocks = [(type(block), {b.var.name_hint: b for b in block.bindings[:]}) for block in blocks]
         self.bindings = {name: b for _, bindings in self.blocks for name, b in bindings.items()}

@@ -246,7 +246,10 @@ def loss_with(results: list[Value], others: int, function: str) -> Value:
 def loss_of(results: list[Value], number: int, function: str) -> Value:
     """The result that is differentiated."""
     if not (isinstance(number, int) and -len(results) <= number < len(results)):
-        refuse(f"{function!r} has {len(results)} results, and no result {number!r} to differentiate")
+        refuse(
+            f"{function!r} has {len(results)} results, and no result {number!r} to differentiate",
+            fix="say by `loss=` which one it is, counted from 0",
+        )
     value = results[number]
     if value.type.elements != 1 or not is_float(value):
         refuse(

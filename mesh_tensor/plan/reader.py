@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tvm import ir, relax, tirx
 
 from mesh_tensor.annotations.module_annotations import Annotation
-from mesh_tensor.annotations.names import relax_functions
+from mesh_tensor.annotations.names import relax_function, relax_functions
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import OpCall, op_call, tensor_infos, tensor_type
@@ -104,9 +104,7 @@ class GraphReader:
 
     def function(self, name: str) -> relax.Function:
         """The module's Relax function of that name."""
-        if name not in self._functions:
-            refuse(f"the module has no Relax function {name!r}", fix=f"it has {listing(list(self._functions))}")
-        return self._functions[name]
+        return self._functions[name] if name in self._functions else relax_function(self._mod, name)
 
     def parameter(self, function: str, var: relax.Var) -> Value:
         name = var.name_hint

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 from tvm import ir, relax, tirx
 
@@ -28,6 +29,10 @@ class ModuleParam:
     name: str
     shape: tuple[Any, ...]
     dtype: str
+
+
+# What a function is called with is all of its parameters if nothing was said to stay.
+_WEIGHTS = "; what stays is given once: distribute_module(..., weights={name: tensor})"
 
 
 class ModuleSignature:
@@ -90,7 +95,8 @@ class ModuleSignature:
                     *([f"{len(args)} tensors for {len(free)} parameters"] if len(args) != len(free) else []),
                 ],
                 where=f"call of {self.function!r}, which takes {listing(free)}",
-                fix="pass what is no weight in the order of the function's parameters, or by name",
+                fix="pass what is no weight in the order of the function's parameters, or by name"
+                + ("" if weights or len(args) >= len(free) else _WEIGHTS),
             )
         return {**dict(zip(free, args, strict=True)), **named}
 
@@ -150,6 +156,11 @@ class ModuleSignature:
             problems = list(unfulfilled(self._conditions, known, self._places))
         if problems:
             fix = fix_of(problems, [tensors[p.name] for p in given], "pass tensors of the module's shapes and dtypes")
+            others = [p for p in given if _has_other_sizes(p, tensors[p.name])]
+            if what == "call" and self._source_names and len(others) == len(problems):
+                fix += "; a module of other sizes, too: torch.export.export(..., dynamic_shapes=...)"
+                if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                    fix += "; what is a rank's own part: DTensor.from_local(tensor, device_mesh, [Shard(0)])"
             refuse(problems, where=f"{what} of {self.function!r}", fix=fix)
         return sizes
 
@@ -245,7 +256,16 @@ def _problem(param: ModuleParam, tensor: Any, sizes: dict[tirx.Var, int], device
         return f"on device {tensor.device}, but the module runs on {device_type}"
     if shape == param.shape or fits(param.shape, shape, sizes):
         return ""
-    return f"{shape}, but expected {param.shape} {param.dtype} with the sizes of the other tensors"
+    of_others = "" if all(isinstance(size, int) for size in param.shape) else " with the sizes of the other tensors"
+    return f"{shape}, but expected {param.shape} {param.dtype}{of_others}"
+
+
+def _has_other_sizes(param: ModuleParam, tensor: Any) -> bool:
+    """Whether it is a tensor of the parameter's rank and dtype that has other sizes than it is known to have."""
+    if not isinstance(tensor, torch.Tensor) or str(dtype_name(tensor.dtype)) != param.dtype:
+        return False
+    pairs = zip(param.shape, tensor.shape, strict=False)
+    return len(param.shape) == tensor.dim() and any(isinstance(known, int) and known != size for known, size in pairs)
 
 
 def _follows(param: ModuleParam, tensor: Any, sizes: Mapping[tirx.Var, int]) -> bool:

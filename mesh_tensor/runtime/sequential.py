@@ -12,8 +12,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 from tvm import ir, relax
 
-from mesh_tensor.annotations.names import check_module, flat_arguments, with_flat_parameters
-from mesh_tensor.base.errors import MeshTensorError, listing, refuse
+from mesh_tensor.annotations.names import check_module, flat_arguments, meant_function, with_flat_parameters
+from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import Recent
 from mesh_tensor.targets.tile_memory import memory_of
 
@@ -63,7 +63,7 @@ class _Known:
 
     def __init__(self, mod: ir.IRModule) -> None:
         self._mod, self._functions = mod.clone(), mod.functions
-        self._taken: dict[str, tuple[ir.IRModule, relax.Function, ModuleSignature]] = {}
+        self._taken: dict[str, tuple[str, ir.IRModule, ModuleSignature]] = {}
         self._recorded: Recent[tuple, Recorded] = Recent(_CALLS)
 
     def is_of(self, mod: ir.IRModule) -> bool:
@@ -72,8 +72,8 @@ class _Known:
 
     def result(self, inputs: Any, function: str) -> Any:
         """The result of a function of the module."""
-        mod, func, signature = self._function(function)
-        given = _arguments(func, signature, inputs)
+        function, mod, signature = self._function(function)
+        given = _arguments(mod[function], signature, inputs)
         tensors = list(given.values())
         key = function, *[_kind(tensor) for tensor in tensors]
         recorded = self._recorded.get(key)
@@ -99,14 +99,12 @@ class _Known:
             self._recorded.put(key, recorded)
             return _apart(result, recorded.made_once)
 
-    def _function(self, function: str) -> tuple[ir.IRModule, relax.Function, ModuleSignature]:
-        """The module with flat parameters, the function, and its."""
+    def _function(self, function: str) -> tuple[str, ir.IRModule, ModuleSignature]:
+        """The function that is meant, the module with its parameters flat, and what it takes."""
         if function not in self._taken:
-            known = [var.name_hint for var, func in self._mod.functions_items() if isinstance(func, relax.Function)]
-            if function not in known:
-                refuse(f"the module has no Relax function {function!r}", fix=f"it has {listing(known)}")
-            mod = with_flat_parameters(self._mod, function)
-            self._taken[function] = mod, mod[function], ModuleSignature(mod, function)
+            name = meant_function(self._mod, function)
+            mod = with_flat_parameters(self._mod, name)
+            self._taken[function] = name, mod, ModuleSignature(mod, name)
         return self._taken[function]
 
 

@@ -59,9 +59,9 @@ def test_rank_of_a_sharding():
 
 
 def test_function_that_is_not_there():
-    text = refused(MLP, {"x": 2}, {"x": {}})
-    assert "no Relax function 'main'" in text
-    assert "'foo'" in text
+    text = refused(MLP, {"x": 2}, {"x": {}}, "bar")
+    assert "no Relax function 'bar'" in text
+    assert "function='foo'" in text
 
 
 def test_no_dict():

@@ -120,3 +120,29 @@ def test_sizes_below_zero():
         mt.annotate(copied, {"x": 2}, ROWS)
     assert "parameter 'A' has the shape [-2, 4]" in str(error.value)
     assert "parameter 'B'" in str(error.value)
+
+
+def test_a_coordinate_of_the_other_side():
+    fns = mt.mesh_tensor_functions({"x": 2})
+    info = fns["init_mesh_tensor_info"](sharding={"x": 0}, block_shape=(16, 8))
+    with pytest.raises(mt.MeshTensorError) as error:
+
+        @T.prim_func
+        def copied(A: T.Tensor((64, 8), "float32"), B: T.Tensor((64, 8), "float32")):
+            fns["annotate_mesh_tensor_info"]({A: info, B: info})
+            with T.Kernel(4) as bx:
+                block = T.alloc_fragment((16, 8), "float32")
+                fns["mesh_tensor_copy"](A, block, dst_coord=(bx, 0))
+                fns["mesh_tensor_copy"](block, B, dst_coord=(bx, 0))
+
+    assert "`dst_coord` is for 'block', which is not annotated; 'A' is" in str(error.value)
+    assert "fix: give `src_coord`, the block of 'A'; or annotate 'block'" in str(error.value)
+
+
+def test_models_are_no_kernels():
+    linear = torch.nn.Linear(2, 2)
+    program = torch.export.export(linear, (torch.ones(1, 2),))
+    for given in (linear, program, mt.from_torch(program)):
+        with pytest.raises(mt.MeshTensorError, match="is no kernel") as error:
+            mt.annotate(given, {"x": 2}, {})
+        assert "mt.distribute_module(mt.from_torch(torch.export.export(model, inputs)), mesh, ...)" in str(error.value)

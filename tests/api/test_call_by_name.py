@@ -91,6 +91,19 @@ def test_names_that_do_not_fit(kernel, tensors, count, names, told):
         assert "fix: call it as matmul_kernel(A, B) or matmul_kernel(A, B, C), by position or by name" in message
 
 
+def test_what_is_updated_has_to_be_passed():
+    @T.prim_func
+    def counted(X: T.Tensor((8,), "int32"), H: T.Tensor((4,), "int32")):
+        with T.Kernel(1, threads=8):
+            for i in T.Parallel(8):
+                T.atomic_add(H[X[i]], 1)
+
+    kernel = mt.compile(mt.annotate(counted, {"x": 2}, {"X": {"x": 0}}), target="interpret")
+    message = refusal(kernel, torch.zeros(8, dtype=torch.int32))
+    assert "1 arguments, but expected 2 (X, H)" in message
+    assert "why: it goes on from what 'H' held before" in message
+
+
 def test_what_the_kernel_makes_is_not_given(tensors):
     kernel = mt.compile(FUNC, target="interpret", out_idx=-1)
     a, b = tensors

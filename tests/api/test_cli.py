@@ -1,10 +1,12 @@
 """The command line: what it prints and writes, and what it refuses."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+import mesh_tensor as mt
 from mesh_tensor.api.cli import main
 from mesh_tensor.base.machine import Link, Machine, Memory
 
@@ -21,6 +23,7 @@ def model():
     return mt.from_torch(torch.export.export(mlp.build(), mlp.example_inputs()), check=False)
 
 number = 3
+layer = torch.nn.Linear(2, 2)
 """
 
 
@@ -40,6 +43,24 @@ def test_simulate(file, tmp_path, capsys):
     assert "1. " in said
     assert "<svg" in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("name", ["kernel", "distributed"])
+def test_explain(file, capsys, name):
+    file.write_text(SOURCE + "\ndef distributed():\n    return mt.distribute_module(model(), {'x': 4})\n")
+    assert main(["explain", f"{file}:{name}"]) == 0
+    said = capsys.readouterr().out
+    assert 'on Mesh({"x": 4})' in said
+    assert "steps of each device" in said
+
+
+def test_a_file_imports_what_lies_beside_it(file, capsys):
+    (file.parent / "beside_a_model.py").write_text("number = 3")
+    file.write_text("from beside_a_model import number\ndef lazily():\n    import beside_a_model\n    return number")
+    for name in ("number", "lazily"):
+        assert main(["simulate", f"{file}:{name}"]) == 1
+        assert "3 can't be simulated" in capsys.readouterr().err
+    assert str(file.parent) not in sys.path
 
 
 def test_search(file, capsys):
@@ -84,6 +105,9 @@ def test_machines(capsys):
         (["simulate", "nowhere.py:kernel"], "there is no file 'nowhere.py'"),
         (["simulate", "kernel"], "there is no file 'kernel'"),
         (["simulate", "{file}:number"], "3 can't be simulated"),
+        (["simulate", "{file}:layer"], "Linear(in_features=2, out_features=2, bias=True) can't be simulated"),
+        (["explain", "{file}:number"], "of 3 nothing was decided"),
+        (["search", "{file}:layer", "--devices", "2"], "mt.from_torch(torch.export.export(model, inputs))"),
         (["simulate", "{file}:kernel", "--machine", "h100x2"], "has 4 devices, the machine 2"),
         (["simulate", "{file}:kernel", "--machine", "x100"], "there is no machine 'x100'"),
         (["simulate", "{file}:kernel", "--machine", "foo.json"], "there is no file 'foo.json'"),
@@ -106,6 +130,9 @@ def test_help(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "simulate" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"mesh-tensor {mt.__version__}\n"
 
 
 def test_what_a_file_raises_is_told_with_its_line(file, capsys):
@@ -113,6 +140,7 @@ def test_what_a_file_raises_is_told_with_its_line(file, capsys):
         ("def loss(x): return x", "missing 1 required positional argument: 'x'"),
         ("def loss():\n    raise ValueError('mine')", "fails: ValueError: mine"),
         ("def (", "fails: "),
+        ("import nowhere_at_all", "No module named 'nowhere_at_all'"),
     ):
         file.write_text(source)
         assert main(["simulate", f"{file}:loss"]) == 1

@@ -121,8 +121,8 @@ def test_what_people_have_in_hand():
     model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
     program = torch.export.export(model, (x,))
     for given, fix in (
-        (model, "mt.from_torch(torch.export.export(model, inputs)).mod"),
-        (program, "mt.from_torch(program).mod"),
+        (model, "mt.from_torch(torch.export.export(model, inputs))"),
+        (program, "mt.from_torch(program)"),
         (mt.from_torch(program), "pass its `mod`, and its `params` as weights"),
         (7, "make one with @I.ir_module"),
     ):

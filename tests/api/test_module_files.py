@@ -52,6 +52,25 @@ def test_saved_and_loaded(folder, model, mesh):
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_saved_without_layouts(tmp_path):
+    """The mesh is in the index: no layout says it."""
+    model, x = torch.nn.Linear(4, 6), torch.randn(5, 4)
+    mt.save(mt.distribute_module(mt.from_torch(torch.export.export(model, (x,))), {"x": 2}), tmp_path)
+    for mesh, layouts in ((None, None), (None, {"input": {"x": 0}}), ({"y": 3}, {"input": {"y": 0}})):
+        run = mt.load(tmp_path, mesh, layouts)
+        assert run.mesh == mt.Mesh(mesh or {"x": 2})
+        torch.testing.assert_close(run(x), model(x).detach())
+    index = json.loads((tmp_path / "weights.json").read_text())
+    for wrong, said in (
+        ({"x": 0}, "a size is at least 1"),
+        ([2], "a mesh is a dict"),
+        (None, "the module has no mesh"),
+    ):
+        (tmp_path / "weights.json").write_text(json.dumps(index | {"mesh": wrong}))
+        with pytest.raises(mt.MeshTensorError, match=said):
+            mt.load(tmp_path)
+
+
 def test_other_layouts(folder, model):
     run = mt.load(folder, {"d": 2}, {"tokens": {"d": 0}})
     torch.testing.assert_close(run(*TOKENS), model(*TOKENS).detach())
@@ -104,4 +123,8 @@ def test_what_can_not_be_loaded(folder, tmp_path):
     assert "shardings without a mesh" in refused(lambda: mt.load(folder, shardings={}))
     assert "a module with weights of its own" in refused(lambda: mt.load(folder, weights={}))
     assert "save takes a MeshModule, not int" in refused(lambda: mt.save(3, tmp_path))
+    model = mt.from_torch(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)))
+    assert "mt.save_module(module.mod, file)" in refused(lambda: mt.save(model, tmp_path))
+    torch.save({}, tmp_path / "weights.pt")
+    assert "torch.load(file, weights_only=True)" in refused(lambda: mt.open_weights(tmp_path / "weights.pt"))
     assert "can't be written" in refused(lambda: mt.save(mt.load(folder), folder / "module.json" / "inside"))

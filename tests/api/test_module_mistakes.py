@@ -8,6 +8,7 @@ from tvm.script.parser import ir as I
 from tvm.script.parser import relax as R
 
 import mesh_tensor as mt
+from mesh_tensor.runtime.module_inputs import ModuleSignature
 from tests.plan.seed_modules import NESTED
 
 
@@ -62,3 +63,39 @@ def test_names_that_are_nearly_torchs():
         assert "'0.weight', '0.bias'" in text
         assert "did you mean '0.weight'?" in text
         assert "p_0_weight" not in text
+
+
+def test_other_sizes_than_it_was_exported_for():
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (x,))), {"x": 2})
+    with pytest.raises(mt.MeshTensorError) as error:
+        run(torch.randn(3, 4))
+    assert "parameter 'input': (3, 4), but expected (2, 4) float32\n" in str(error.value)
+    assert "torch.export.export(..., dynamic_shapes=...)" in str(error.value)
+    with pytest.raises(mt.MeshTensorError) as error:
+        run(x.double())
+    assert "dynamic_shapes" not in str(error.value)
+
+
+def test_weights_that_nobody_gave():
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (x,))).mod, {"x": 2})
+    with pytest.raises(mt.MeshTensorError, match="1 tensors for 3 parameters") as error:
+        run(x)
+    assert "what stays is given once: distribute_module(..., weights={name: tensor})" in str(error.value)
+
+
+def test_what_from_torch_gives_prints_in_a_line():
+    module = mt.from_torch(torch.export.export(torch.nn.Linear(400, 4), (torch.randn(2, 400),)))
+    assert repr(module) == "ImportedModule(main; 2 weights)"
+
+
+def test_a_part_of_a_batch_on_ranks(monkeypatch):
+    module = mt.from_torch(torch.export.export(torch.nn.Linear(4, 4), (torch.randn(2, 4),)))
+    signature = ModuleSignature(module.mod, "main")
+    for ranks in (1, 2):
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda n=ranks: n)
+        with pytest.raises(mt.MeshTensorError) as error:
+            signature.check({"input": torch.randn(1, 4)})
+        assert ("DTensor.from_local(tensor, device_mesh, [Shard(0)])" in str(error.value)) == (ranks == 2)

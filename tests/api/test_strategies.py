@@ -186,3 +186,20 @@ def test_planning_is_linear_in_layers():
 def test_what_is_no_layouts_is_not_combined():
     with pytest.raises(mt.MeshTensorError, match="None is no layouts"):
         strategies.combine({"x": {"data": 0}}, None)
+
+
+def test_a_step_is_no_layouts():
+    """That is what zero gives, beside strategies that give layouts."""
+    x = torch.randn(4, 3)
+    step = mt.training_step(nn.Linear(3, 3), F.mse_loss, (x, x), check=False)
+    data = strategies.data_parallel(step)
+    with pytest.raises(mt.MeshTensorError) as error:
+        strategies.combine(data, strategies.zero(step, 1))
+    assert "TrainingStep(input, target; 2 parameters) is no layouts" in str(error.value)
+    assert "fix: distribute the step that zero gives, with these layouts" in str(error.value)
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.distribute_module(step, {"data": 2}, strategies.zero(step, 1))
+    assert "a training step where layouts are expected" in str(error.value)
+    assert "distribute_module(strategies.zero(step, level), mesh, strategies.data_parallel(step))" in str(error.value)
+    with pytest.raises(mt.MeshTensorError, match="the shardings are 'data', which is no dict from names"):
+        mt.distribute_module(step, {"data": 2}, "data")

@@ -206,6 +206,24 @@ def test_state_goes_from_mesh_to_mesh_bit_for_bit():
     torch.testing.assert_close(other(x, y), loss)
 
 
+def test_a_models_state_goes_into_a_run():
+    """What the optimizer keeps, and the number of steps, stay."""
+    model, x, y = _case()
+    step = mt.training_step(model, F.cross_entropy, (x, y), zero=1)
+    run = mt.distribute_module(step, {"data": 2}, {"x": {"data": 0}})
+    run(x, y)
+    other, before = _case(1)[0], run.state_dict()
+    with pytest.raises(mt.MeshTensorError, match="strict=False keeps what is missing"):
+        run.load_state_dict(other.state_dict())
+    with pytest.raises(mt.MeshTensorError, match="there is no 'up.wieght'; did you mean 'up.weight'?"):
+        run.load_state_dict({"up.wieght": other.up.weight}, strict=False)
+    run.load_state_dict(other.state_dict(), strict=False)
+    expected = before | other.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in run.state_dict().items())
+    assert run.steps == 1
+    assert run(x, y).item() == pytest.approx(F.cross_entropy(other(x), y).item(), abs=1e-5)
+
+
 def test_models_parameters_stay():
     model, x, y = _case()
     before = copy.deepcopy(model.state_dict())

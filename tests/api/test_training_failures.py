@@ -45,6 +45,28 @@ def test_optimizers_and_options(options, said):
     assert "fix:" in message
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: torch.optim.AdamW, "name it, with its options beside: optimizer='adamw', lr=1e-3"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), "name it, with its options beside: optimizer='sgd', lr=1e-3"),
+        (lambda p: torch.optim.RMSprop(p), "(known: 'sgd', 'momentum', 'adam', 'adamw', 'lion'); or pass a function"),
+    ],
+)
+def test_optimizers_of_torch(make, said):
+    model, x, y = _model()
+    optimizer = make(model.parameters())
+    assert said in _refused(mt.training_step, model, F.cross_entropy, (x, y), optimizer=optimizer)
+
+
+def test_inputs_are_a_tuple():
+    model, x, y = _model()
+    assert "the inputs are a Tensor" in _refused(mt.training_step, model, F.cross_entropy, x)
+    message = _refused(mt.training_step, model, F.cross_entropy, {"x": x, "y": y})
+    assert "the inputs are a dict" in message
+    assert "fix: pass a tuple of tensors, the target last: (x, y)" in message
+
+
 def test_what_is_no_model():
     assert "takes a torch model, not a str" in _refused(mt.training_step, "gelu", F.cross_entropy, ())
 
@@ -64,7 +86,10 @@ def test_a_loss_with_other_results(count):
 def test_what_is_no_tensor_no_schedule_and_no_loss_of_a_module():
     model, x, y = _model()
     assert "no tensors: 3.0" in _refused(mt.training_step, model, F.cross_entropy, (x, 3.0))
-    assert "schedule=3" in _refused(mt.training_step, model, F.cross_entropy, (x, y), schedule=3)
+    for schedule in (3, torch.optim.lr_scheduler.CosineAnnealingLR):
+        message = _refused(mt.training_step, model, F.cross_entropy, (x, y), schedule=schedule)
+        assert f"schedule={schedule!r}" in message
+        assert "as LambdaLR takes it" in message
     module = mt.from_torch(torch.export.export(model, (x,)))
     assert "of an imported module" in _refused(mt.training_step, module, F.cross_entropy, (x, y))
 

@@ -83,3 +83,10 @@ def test_coordinate_that_names_no_device():
 def test_immutable_says_what_to_do():
     with pytest.raises(AttributeError, match="immutable.*make a new Mesh"):
         Mesh({"x": 2}).shape = {}
+
+
+def test_a_device_mesh_of_torch():
+    class DeviceMesh:
+        mesh_dim_names, shape = ("x", "y"), (2, 3)
+
+    assert "fix: give its axes with their sizes: {'x': 2, 'y': 3}" in refusal(Mesh, DeviceMesh())

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh_tensor import Mesh, Partial, Replicate, Shard, Sharding
+from mesh_tensor import Mesh, MeshTensorError, Partial, Replicate, Shard, Sharding
 from mesh_tensor.base.reductions import PARTIAL_OPS
 from mesh_tensor.base.sharding import ceildiv
 
@@ -98,6 +98,15 @@ def test_scalars_have_no_dim_to_split():
 )
 def test_texts_of_both_kinds(text):
     assert Sharding.parse(MESH, 2, text) == Sharding.make(MESH, 2, {"x": 0, "y": 1})
+
+
+def test_any_form_makes_one():
+    assert Sharding.make({"x": 2, "y": 2}, 2, "S[1], P[sum]") == Sharding.make(
+        {"x": 2, "y": 2}, 2, {"x": 1}, partial={"y": "sum"}
+    )
+    with pytest.raises(MeshTensorError, match="can't read the sharding 5: it is no text") as error:
+        Sharding.parse({"x": 2}, 2, 5)
+    assert 'fix: write one placement per mesh axis, as in "S[0]"' in str(error.value)
 
 
 def test_texts_that_replicate_or_are_partial():

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mesh_tensor as mt
+from mesh_tensor.program.steps import CollectiveStep
 
 
 class Block(nn.Module):
@@ -38,6 +39,43 @@ def test_several_dtypes(dtype, autocast, off):
         found = mt.distribute_module(module, {"x": 2}, layout)(x)
         assert found.dtype == expected.dtype
         assert float((found - expected).abs().max()) <= off * float(expected.abs().max())
+
+
+class Autocast(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.layers(x)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # torch's own, of its rms_norm
+@pytest.mark.parametrize(
+    ("norm", "name"),
+    [
+        (nn.LayerNorm(6), "nn.layer_norm"),
+        (nn.RMSNorm(6), "nn.rms_norm"),
+        (nn.GroupNorm(2, 8), "nn.group_norm"),
+        (nn.BatchNorm1d(8).eval(), "nn.batch_norm"),
+        (nn.BatchNorm1d(8, track_running_stats=False).eval(), "nn.instance_norm"),
+    ],
+)
+def test_norms_under_autocast(norm, name):
+    """They take bfloat16 beside weights in float32: one operator each, that rows go through without being gathered."""
+    torch.manual_seed(0)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    model, x = Autocast(nn.Conv1d(4, 8, 3), norm), torch.randn(4, 4, 8)
+    module = mt.from_torch(torch.export.export(model, (x,)))
+    assert f"R.{name}(" in module.mod.script()
+    expected = model(x).detach()
+    run = mt.distribute_module(module, {"x": 2}, {"x": {"x": 0}} if name != "nn.instance_norm" else {})
+    found = run(x)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    assert not any(isinstance(step, CollectiveStep) for step in run.program.steps)
 
 
 def test_recorded_under_autocast():

@@ -105,3 +105,25 @@ def test_nested_on_four_devices_in_two_axes():
     assert kinds(run.plan) == ["all_reduce", "all_reduce"]
     tensors = matrices(5)
     close(run(*tensors), mt.run_sequential(NESTED, tensors))
+
+
+def test_the_only_public_function_is_meant_where_there_is_no_main():
+    x, a, b = matrices(3)
+    expected = torch.nn.functional.gelu(x @ a) @ b
+    run = mt.distribute_module(MLP)
+    assert run.function == "foo"
+    close(run(x, a, b), expected)
+    close(mt.run_sequential(MLP, [x, a, b]), expected)
+    assert mt.read_module_annotations(MLP).annotations.keys() == {("foo", "lv2")}
+    again = mt.annotate_module(MLP, {"axis0": 2}, {"x": {"axis0": 0}})
+    assert mt.read_module_annotations(again).annotations.keys() == {("foo", "lv2"), ("foo", "x_sharded")}
+
+
+def test_which_of_several_functions_is_meant_has_to_be_said():
+    two = MLP.clone()
+    two["bar"] = MLP["foo"].with_attr("global_symbol", "bar")
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.distribute_module(two)
+    assert str(error.value) == (
+        "the module has no Relax function 'main'\n  fix: name one that it has: function='bar', 'foo'"
+    )

@@ -123,7 +123,11 @@ class Pipeline(Learned):
         self._takes = {stage.index: tuple(dict.fromkeys(stage.takes.values())) for stage in self.stages}
         check_pipeline(self.schedule, self._takes, bool(self.trained), limit)
         if self._runs is not None and (stuck := hangs(self.schedule, "per message", self._takes)):
-            refuse(f"the schedule hangs: {stuck}", where=f"schedule {self.schedule.name!r} on ranks")
+            refuse(
+                f"the schedule hangs: {stuck}",
+                where=f"schedule {self.schedule.name!r} on ranks",
+                fix="put the action that is waited for before that, or take a schedule with a name",
+            )
         self._planned = PlannedStages(
             flow,
             self._signature,

@@ -10,7 +10,7 @@ import torch
 from tvm import ir, tirx
 
 from mesh_tensor.annotations.names import reachable
-from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.pipelining.flow import Flow, stated_bindings
 from mesh_tensor.pipelining.stages import FUNCTION, part
 from mesh_tensor.plan.batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum
@@ -128,7 +128,7 @@ def results_of(
         own_seeds=True,
         written=flow.state,
     )
-    _check(flow, found, reduction, sized is not None)
+    _check(flow, found, reduction, sized is not None, inputs)
     return Results(flow if found.mod is flow.mod else Flow(found.mod, flow.function), found)
 
 
@@ -154,7 +154,7 @@ def sized_module(flow: Flow, signature: ModuleSignature, doubled: Sequence[str] 
     return None
 
 
-def _check(flow: Flow, found: BatchParts, reduction: str | None, is_open: bool) -> None:
+def _check(flow: Flow, found: BatchParts, reduction: str | None, is_open: bool, inputs: Sequence[str]) -> None:
     """Refuse results that microbatches don't make, and those that are another reduction than was said."""
     problems, whys = [], []
     for name, kind in dict(zip(flow.results, found.kinds, strict=True)).items():
@@ -180,7 +180,8 @@ def _check(flow: Flow, found: BatchParts, reduction: str | None, is_open: bool) 
             problems,
             where=f"pipeline of {flow.function!r}",
             why="a batch goes through it in microbatches of rows",
-            fix=f"{_FIX}; per_microbatch=[names] takes what these values make of each microbatch",
+            fix=f"{_FIX}; per_microbatch=[names] takes what these values make of each microbatch"
+            + (f"; {listing(inputs)} are taken for batches: pass as `weights` what all rows share" * (len(inputs) > 1)),
         )
 
 

@@ -51,7 +51,8 @@ SCHEDULES: dict[str, Order] = {
 def make(name: str, meshes: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """The schedule of that name; refused where the order has no such sizes."""
     known = {_plain(alias): key for key, order in SCHEDULES.items() for alias in (key, *order.also)}
-    key = known.get(_plain(name)) if isinstance(name, str) else None
+    plain = _plain(name) if isinstance(name, str) else ""
+    key = known.get(plain, known.get(plain.removeprefix("schedule")))  # as torch calls its classes
     if key is None:
         refuse(
             f"unknown schedule {shown(name)}{did_you_mean(name, known)}",

@@ -44,7 +44,11 @@ class MeshTensor(Arithmetic):
     def __init__(self, tiles: Sequence[torch.Tensor], shape: Sequence[int], sharding: Sharding) -> None:
         tiles = list(tiles)
         if len(tiles) != sharding.mesh.num_devices:
-            refuse(f"{len(tiles)} tiles for {sharding.mesh.num_devices} devices", where=str(sharding.mesh))
+            refuse(
+                f"{len(tiles)} tiles for {sharding.mesh.num_devices} devices",
+                where=str(sharding.mesh),
+                fix="give one tile per device; mt.distribute cuts a whole tensor into them",
+            )
         layout = layout_of(tuple(shape), tiles[0].dtype, sharding)
         wrong = [
             f"the tile of device {rank} is {tuple(tile.shape)} {tile.dtype} on {tile.device}"

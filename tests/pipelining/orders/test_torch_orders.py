@@ -99,3 +99,10 @@ def test_torch_reads_our_csv_and_we_read_what_torch_writes(name, kind, chunks, t
         for row in theirs.pipeline_order.values()
     ]
     assert tuple(map(tuple, found)) == ours.rows
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B"), *(o[:2] for o in SEVERAL)]
+)
+def test_names_of_torchs_classes_are_known(name, kind):
+    assert Schedule.named(kind, 2, 4) == Schedule.named(name, 2, 4)

@@ -1,0 +1,55 @@
+"""Steps of a model that enters autocast: parameters in float32, products in 16 bits, beside torch's own."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from mesh_tensor.api import training_checks
+from mesh_tensor.program.steps import CollectiveStep
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 8)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.down(F.gelu(self.norm(self.up(x)))).float()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("asked", [{}, {"accumulate": 3, "loss_scale": 64.0}])
+def test_trains_as_torch_does(asked):
+    torch.manual_seed(0)
+    model, x, y = Mixed(), torch.randn(12, 12), torch.randint(0, 8, (12,))
+    step = mt.training_step(model, F.cross_entropy, (x, y), optimizer="sgd", lr=0.5, **asked)
+    run = mt.distribute_module(step, {"data": 2}, {"x": {"data": 0}, "target": {"data": 0}})
+    found = [run(x, y).item() for _ in range(3)]
+    theirs = copy.deepcopy(model)
+    optimizer, losses = torch.optim.SGD(theirs.parameters(), lr=0.5), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(F.cross_entropy(theirs(x), y))
+        losses[-1].backward()
+        optimizer.step()
+    assert found == pytest.approx([loss.item() for loss in losses], rel=5e-3)
+    for name, parameter in theirs.named_parameters():
+        assert run.state_dict()[name].dtype == torch.float32
+        torch.testing.assert_close(run.state_dict()[name], parameter.detach(), rtol=2e-2, atol=5e-3)
+    kinds = {step.kind for step in run.program.steps if isinstance(step, CollectiveStep)}
+    assert kinds == {"all_reduce"}  # of gradients: activations stay where they are
+
+
+def test_another_gradient_is_refused_all_the_same(monkeypatch):
+    made = training_checks.run_sequential
+    monkeypatch.setattr(
+        training_checks, "run_sequential", lambda *given: (made(*given)[0], [g * 1.2 for g in made(*given)[1]])
+    )
+    example = torch.randn(4, 12), torch.randint(0, 8, (4,))
+    with pytest.raises(mt.MeshTensorError, match="the gradient of 'up_weight' differs by"):
+        mt.training_step(Mixed(), F.cross_entropy, example, optimizer="sgd")
