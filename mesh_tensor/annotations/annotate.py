@@ -14,7 +14,6 @@ from typing import Any
 
 import tvm_ffi
 from tvm import tirx
-from tvm.error import InternalError
 from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.dtypes import TensorType
@@ -261,13 +260,11 @@ def evaluate(size: Any, sizes: Mapping[tirx.Var, int]) -> int | None:
     if any(var not in sizes for var in _variables(size)):
         return None
     values = {var: tirx.const(value, var.dtype) for var, value in sizes.items()}
-    try:
-        return int(_simplify(substitute(size, values)))
-    except InternalError as error:
-        if "Divide by zero" not in str(error):
-            raise
+    value = _simplify(substitute(size, values))
+    if not isinstance(value, tirx.IntImm):
         told = ", ".join(f"{var.name} = {value}" for var, value in sizes.items())
         refuse(f"the size {size} divides by 0 where {told}", fix="pass tensors of other sizes")
+    return int(value)
 
 
 def _replace(value: Any, values: Mapping[tirx.Var, tirx.PrimExpr]) -> Any:
