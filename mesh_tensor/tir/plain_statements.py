@@ -3,19 +3,23 @@ statements that say all that they compute."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tilelang.transform import LegalizeNegativeIndex
 from tvm import ir, tirx
 from tvm.error import InternalError
 
+from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.errors import refuse
 
 from .effects import LEAVES_ITERATION, LEAVES_KERNEL, op_name, pointers, side_effect, written
 from .memory import is_compact, row_strides
 from .nodes import function_name, is_const, loads, nodes, same_expression
 from .prover import Prover
-from .rewrite import exchange_buffers, sequence, statements, with_inner
+from .rewrite import cast, exchange_buffers, sequence, statements, with_indices, with_inner
 
 _CHEAP = ("tirx.if_then_else",)
+_COUNTERS = ("int32", "int64")
 
 
 def with_values_in_place(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -152,6 +156,39 @@ def _plain(realize: tirx.SBlockRealize) -> tirx.SBlockRealize | None:
         [], [], [], block.name_hint, body, None, block.alloc_buffers, [], block.annotations
     )  # fmt: skip
     return tirx.SBlockRealize([], True, plain)
+
+
+def with_wide_counters(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same kernel, in which loops that count in a narrow type, or in one without a sign, count in int32 or
+    int64."""
+    if all(loop.loop_var.dtype in _COUNTERS for loop in nodes(func.body, tirx.For)):
+        return func
+    return func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _wide, ["tirx.For"]))
+
+
+def _wide(loop: tirx.For) -> tirx.Stmt | None:
+    narrow = loop.loop_var.dtype
+    if narrow in _COUNTERS:
+        return None
+    dtype = "int32" if dtype_bits(narrow) < 32 else "int64"
+    var = tirx.Var(loop.loop_var.name, dtype)
+
+    def is_count(expr: tirx.PrimExpr) -> bool:
+        return isinstance(expr, tirx.Cast) and expr.dtype == narrow and expr.value.same_as(var)
+
+    def plain(node: tirx.Cast | tirx.BufferLoad | tirx.BufferStore) -> Any:
+        """A count that is all that a place, or a cast, is made of needs no cast: it is inside the narrow type."""
+        if isinstance(node, tirx.Cast):
+            return cast(var, node.dtype) if node.dtype in _COUNTERS and is_count(node.value) else None
+        counts = [*map(is_count, node.indices)]
+        places = zip(node.indices, counts, strict=True)
+        return with_indices(node, [var if is_it else index for index, is_it in places]) if any(counts) else None
+
+    body = tirx.stmt_functor.substitute(loop.body, {loop.loop_var: tirx.Cast(narrow, var)})
+    body = tirx.stmt_functor.ir_transform(body, None, plain, ["tirx.Cast", "tirx.BufferLoad", "tirx.BufferStore"])
+    start, extent = (cast(bound, dtype) for bound in (loop.min, loop.extent))
+    step = None if loop.step is None else cast(loop.step, dtype)
+    return tirx.For(var, start, extent, loop.kind, body, loop.thread_binding, loop.annotations, step)
 
 
 def with_places_from_the_end(func: tirx.PrimFunc) -> tirx.PrimFunc:

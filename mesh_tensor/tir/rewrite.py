@@ -267,6 +267,13 @@ def constant(value: float, dtype: str) -> tirx.PrimExpr:
     return tirx.const(value, dtype)
 
 
+def cast(value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
+    """`value` in `dtype`; constants stay constants."""
+    if value.dtype == dtype:
+        return value
+    return tirx.const(value.value, dtype) if isinstance(value, tirx.IntImm) else tirx.Cast(dtype, value)
+
+
 def neutral_element(op: str, dtype: str) -> tirx.PrimExpr:
     """The constant that changes nothing under `op`: 0 for sum, 1 for prod, the smallest value for max, ..."""
     return constant(reductions.neutral(op, dtype), dtype)

@@ -99,3 +99,30 @@ def test_what_lies_behind_an_end_begins_anew():
     a = torch.randint(0, 100, (2, 20), dtype=torch.uint8)
     for devices in (2, 3):
         assert_right(kernel, {"x": devices}, {"A": {"x": 1}}, [a], lambda a: torch.full((2,), 44, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_loops_that_count_in_other_types(dtype, parallel):
+    """Their dims are split as those of any loop; what is computed of a count is so in its type."""
+    number = getattr(T, dtype)
+    loop = T.Parallel if parallel else T.serial
+
+    @T.prim_func
+    def kernel(A: T.Tensor((13,), "float32"), B: T.Tensor((13,), "float32"), C: T.Tensor((13,), "float32")):
+        with T.Kernel(1, threads=32):
+            for k in loop(number(13)):
+                B[k] = A[k] + T.cast(k - number(3), "float32")
+                C[k] = T.if_then_else(k <= number(5), A[k], 0.0)
+
+    def expected(a):
+        less = ALL[:13] - 3
+        return a + (less if dtype == "int16" else less % 2 ** int(dtype[4:])), a * (ALL[:13] <= 5)
+
+    assert mt.sharding_rule(kernel).factors["m"] == "parallel"
+    a = torch.randn(13)
+    for layouts in ({"B": {"x": 0}}, {"A": {"x": 0}, "B": {"x": 0}, "C": {"x": 0}}):
+        for devices in (2, 3):
+            annotated = mt.annotate(kernel, {"x": devices}, layouts)
+            result = mt.compile(annotated, target="interpret", poison=True)(a)
+            torch.testing.assert_close(result, expected(a))

@@ -24,6 +24,7 @@ from mesh_tensor.tir.plain_statements import (
     with_places_from_the_end,
     with_plain_blocks,
     with_values_in_place,
+    with_wide_counters,
     without_early_exits,
 )
 from mesh_tensor.tir.prover import Prover
@@ -72,7 +73,7 @@ class _Source:
 def _normalized(source: _Source) -> tirx.PrimFunc:
     refuse_division_by_0(source.func)
     func = with_places_from_the_end(with_own_variables(source.func))
-    func = without_early_exits(with_plain_blocks(func))
+    func = without_early_exits(with_plain_blocks(with_wide_counters(func)))
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
     func = with_values_in_place(_inline_bindings(func))

@@ -13,6 +13,7 @@ from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.effects import INTRINSICS
 from mesh_tensor.tir.nodes import is_const, nodes
 from mesh_tensor.tir.prover import Prover
+from mesh_tensor.tir.rewrite import cast
 from mesh_tensor.tir.user_reports import report_of
 
 BINARY = (
@@ -62,13 +63,6 @@ def const(value: float, dtype: str) -> tirx.PrimExpr:
     if dtype == "bool":
         return tirx.IntImm("bool", int(value))
     return tirx.IntImm(dtype, int(value)) if "int" in dtype else tirx.FloatImm(dtype, float(value))
-
-
-def cast(value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
-    """`value` in `dtype`; constants stay constants."""
-    if value.dtype == dtype:
-        return value
-    return const(value.value, dtype) if isinstance(value, tirx.IntImm) else tirx.Cast(dtype, value)
 
 
 def same(a: tirx.PrimExpr, b: tirx.PrimExpr) -> bool:

@@ -8,11 +8,11 @@ from tvm import tirx
 
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.reductions import reduction
-from mesh_tensor.tir.rewrite import neutral_element, sequence
+from mesh_tensor.tir.rewrite import cast, neutral_element, sequence
 from mesh_tensor.tir.tile_ops import Reduce
 
 from .dtypes import compute_dtype
-from .exprs import FOLD, Bounds, all_of, cast, combine, const, if_then, loop_nest, temporary
+from .exprs import FOLD, Bounds, all_of, combine, const, if_then, loop_nest, temporary
 
 LANES = CPU.tuning.totals
 """How many totals a reduction along the last dim keeps: a power of 2."""

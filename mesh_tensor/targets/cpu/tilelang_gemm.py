@@ -14,9 +14,9 @@ from tvm.target import Target
 
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.tir.memory import strides_of
+from mesh_tensor.tir.rewrite import cast
 
 from .build import NO_RED_ZONE
-from .exprs import cast
 
 _FOLDER = Path(__file__).parent / "csrc"
 _DTYPES = ("float32", "float64")
