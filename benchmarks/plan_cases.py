@@ -271,6 +271,8 @@ def _scalars() -> Iterator[PlanCase]:
 def _schedules() -> Iterator[PlanCase]:
     """Blocks in another order than their places'."""
     yield _case("schedules", waves_matmul, {**_MNK, "programs": 24, "group": 8}, **_MATMUL)
+    few_rows = {**_MNK, "M": 256, "programs": 32, "group": 8, "out_dtype": "float16"}
+    yield _case("schedules", waves_matmul, few_rows, **{**_MATMUL, "K": ("A1 B0", _PARTIAL, 256 * _BIG)})
     yield _case("schedules", waves_split_k, {**_MNK, "programs": 24}, rows="A0 partial1 C0", columns="B1 partial2 C1")
     yield _case("schedules", backwards_rows, {"M": 4096, "N": 4096, "block": 64}, rows="A0 B0", columns="A1 B1")
     yield _case("schedules", running_sums, {"M": 4096, "N": 1024}, rows="A0 B0")

@@ -31,12 +31,12 @@ def hinted_matmul(M, N, K, block_M=16, block_N=16, block_K=16, registers=True):
     return hinted_matmul_kernel
 
 
-def waves_matmul(M, N, K, block_M=16, block_N=16, block_K=16, programs=6, group=2):
+def waves_matmul(M, N, K, block_M=16, block_N=16, block_K=16, programs=6, group=2, out_dtype="float32"):
     """A persistent kernel: every program takes blocks of C in waves, in groups of `group` rows of blocks."""
     rows, columns = -(-M // block_M), -(-N // block_N // group) * group
 
     @T.prim_func
-    def waves_matmul_kernel(A: T.Tensor((M, K)), B: T.Tensor((K, N)), C: T.Tensor((M, N))):
+    def waves_matmul_kernel(A: T.Tensor((M, K)), B: T.Tensor((K, N)), C: T.Tensor((M, N), out_dtype)):
         with T.Kernel(programs, threads=128) as pid:
             A_shared = T.alloc_shared((block_M, block_K), "float32")
             B_shared = T.alloc_shared((block_K, block_N), "float32")

@@ -21,7 +21,7 @@ from tvm import ir, tirx
 from mesh_tensor.tir.double_loops import unfuse
 from mesh_tensor.tir.effects import thread_indices
 from mesh_tensor.tir.linear import Linear
-from mesh_tensor.tir.nodes import int_or, loads
+from mesh_tensor.tir.nodes import int_or, is_const, loads
 from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.rewrite import reshaped, with_other_dims
 from mesh_tensor.tir.tile_ops import Copy
@@ -210,9 +210,17 @@ def _walked(kernel: Kernel) -> dict[Dim, list[Linear]]:
         for access in statement.accesses:
             for dim, form in enumerate(access.forms):
                 of = (access.buffer.name, dim) if kernel.is_param(access.buffer) else copies.get((access.buffer, dim))
-                if of is not None and form is not None and form.terms:
-                    found.setdefault(of, []).append(form)
+                if of is not None and form is not None and (walked := _without_single(kernel, form)).terms:
+                    found.setdefault(of, []).append(walked)
     return found
+
+
+def _without_single(kernel: Kernel, form: Linear) -> Linear:
+    """The coordinate without loops of one iteration, as those over blocks as long as a chunk."""
+    single = {loop.var for loop in kernel.loops.values() if is_const(loop.min, 0) and is_const(loop.extent, 1)}
+    if single.isdisjoint(form.terms):
+        return form
+    return Linear({var: step for var, step in form.terms.items() if var not in single}, form.const)
 
 
 def _copies(kernel: Kernel) -> dict[tuple[tirx.Buffer, int], Dim]:

@@ -3,27 +3,32 @@
     for r in range(k): largest = max(scores); best[r] = largest; scores = where(scores == largest, -inf, scores)
 
 said one iteration after the other, so that what a round reduces can be completed before the round goes on. That changes
-nothing, whatever is in the loop.
+nothing, whatever is in the loop. Programs that take blocks in waves have rounds, too,
+
+    for w in range(waves): if w * programs + pid < blocks: total = 0; for k: total += A @ B; C[...] = cast(total)
+
+of which each statement is under the condition then, and each round has a sum of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from tvm import tirx
+from tvm import ir, tirx
 
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop
-from mesh_tensor.tir.nodes import int_or
-from mesh_tensor.tir.rewrite import replace_block, sequence, with_body
+from mesh_tensor.tir.nodes import int_or, nodes
+from mesh_tensor.tir.rewrite import block_like, buffer_like, exchange_buffers, guarded, replace_block, sequence
 from mesh_tensor.tir.tile_calls import parse_tile_op
-from mesh_tensor.tir.tile_ops import Reduce
+from mesh_tensor.tir.tile_ops import Fill, Gemm, Reduce
 from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views
 
 from .normalize import with_own_variables
-from .statements import Kernel, body_statements, hinted_like, mentions
+from .statements import Kernel, body_statements, hinted_like
 
 _MOST = 16  # rounds, of all loops together: each of them is cut, and planned
+_CHANGING = (tirx.BufferLoad, tirx.Call)
 _KINDS = (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED)
 
 
@@ -33,38 +38,102 @@ def in_rounds(kernel: Kernel) -> tirx.PrimFunc | None:
     if left_views(kernel.func) or prints(kernel.func.body):
         return None
     stmts = body_statements(kernel.root.body)
-    loops = [stmt for stmt in stmts if isinstance(stmt, tirx.For) and _has_rounds(stmt)]
-    if not loops or sum(int(loop.extent) for loop in loops) > _MOST:
+    rounds = {stmt: found for stmt in stmts if isinstance(stmt, tirx.For) and (found := _round(stmt))}
+    if not rounds or sum(int(loop.extent) for loop in rounds) > _MOST:
         return None
-    body = sequence([part for stmt in stmts for part in (_rounds(stmt) if stmt in loops else [stmt])])
-    block = with_body(kernel.root, hinted_like(kernel.root.body, body))
+    made, allocated = list[tirx.Stmt](), [*kernel.root.alloc_buffers]
+    for stmt in stmts:
+        if stmt not in rounds:
+            made.append(stmt)
+            continue
+        own = _own_sums(kernel, stmt, rounds[stmt])
+        for value in range(int(stmt.min), int(stmt.min) + int(stmt.extent)):
+            into = {buffer: buffer_like(buffer, f"round{value}") for buffer in own}
+            allocated += into.values()
+            at = {stmt.loop_var: tirx.IntImm(stmt.loop_var.dtype, value)}
+            body = exchange_buffers(tirx.stmt_functor.substitute(sequence(rounds[stmt]), at), into)
+            made += body_statements(_copied(body))
+    body = hinted_like(kernel.root.body, sequence(made))
+    block = block_like(kernel.root, body, allocated)
     return with_own_variables(kernel.func.with_body(replace_block(kernel.func.body, block, {})))
 
 
-def _has_rounds(loop: tirx.For) -> bool:
-    """Whether iterations reduce a buffer on chip, and use what comes of it; not those over blocks, one of which is
-    loaded while another is worked on."""
+def _round(loop: tirx.For) -> list[tirx.Stmt]:
+    """The statements of an iteration, if it reduces a buffer on chip, and uses what comes of it; not of loops over
+    blocks, one of which is loaded while another is worked on."""
     if loop.kind not in _KINDS or int_or(loop.min, None) is None or int_or(loop.extent, 0) < 1:
-        return False
+        return []
     if "num_stages" in loop.annotations or leaves_loop(loop) or leaves_kernel(loop.body):
-        return False
-    stmts = body_statements(loop.body)
-    return any(mentions(stmt, reduced) for at, stmt in enumerate(stmts) for reduced in _reduced(stmts[:at]))
+        return []
+    ways = (body_statements(loop.body), list(_one_by_one(loop.body)))
+    return next((stmts for stmts in ways if _uses_reduced(stmts)), [])
 
 
-def _reduced(stmts: list[tirx.Stmt]) -> Iterator[tirx.Buffer]:
-    """What tile operations among the statements reduce dims into."""
+def _one_by_one(body: tirx.Stmt) -> Iterator[tirx.Stmt]:
+    """The statements, each under the conditions that are for several of them: where those say which program and round
+    it is, nothing changes that on the way."""
+    for stmt in body_statements(body):
+        is_alone = isinstance(stmt, tirx.IfThenElse) and stmt.else_case is None
+        if is_alone and not nodes(stmt.condition, *_CHANGING) and not nodes(stmt.then_case, tirx.Bind):
+            yield from (guarded(part, [stmt.condition]) for part in _one_by_one(stmt.then_case))
+        else:
+            yield stmt
+
+
+def _uses_reduced(stmts: Sequence[tirx.Stmt]) -> bool:
+    return any(_uses(stmt, reduced) for at, stmt in enumerate(stmts) for reduced in _reduced(stmts[:at]))
+
+
+def _reduced(stmts: Sequence[tirx.Stmt]) -> Iterator[tirx.Buffer]:
+    """What tile operations among the statements reduce dims into, and what loops sum products in."""
     for stmt in stmts:
-        record = parse_tile_op(stmt) if isinstance(stmt, tirx.Evaluate) else None
-        if isinstance(record, Reduce):
+        _, inner = _conditions(stmt)
+        if isinstance(inner, tirx.For):
+            records = map(parse_tile_op, nodes(inner.body, tirx.Evaluate))
+            yield from (record.dst.buffer for record in records if isinstance(record, Gemm) and not record.clears)
+        elif isinstance(record := parse_tile_op(inner), Reduce):
             yield record.dst.buffer
 
 
-def _rounds(loop: tirx.For) -> Iterator[tirx.Stmt]:
-    start = int(loop.min)
-    for value in range(start, start + int(loop.extent)):
-        at = {loop.loop_var: tirx.IntImm(loop.loop_var.dtype, value)}
-        yield from body_statements(_copied(tirx.stmt_functor.substitute(loop.body, at)))
+def _conditions(stmt: tirx.Stmt) -> tuple[list[tirx.PrimExpr], tirx.Stmt]:
+    """The conditions around a single statement, the first one that is asked first, and the statement."""
+    conditions = []
+    while isinstance(stmt, tirx.IfThenElse) and stmt.else_case is None:
+        conditions.append(stmt.condition)
+        stmt = stmt.then_case
+    return conditions, stmt
+
+
+def _uses(stmt: tirx.Stmt, buffer: tirx.Buffer) -> bool:
+    return any(access.buffer.data.same_as(buffer.data) for access in nodes(stmt, tirx.BufferLoad, tirx.BufferStore))
+
+
+def _own_sums(kernel: Kernel, loop: tirx.For, stmts: Sequence[tirx.Stmt]) -> list[tirx.Buffer]:
+    """The buffers of which nothing goes from one round to another: a round sets all of one under the conditions under
+    which it uses it. Where it does so under none, live ranges tell that."""
+    known = [dict(note.items()) for note in kernel.root.annotations.values() if hasattr(note, "items")]
+    rest = [stmt for stmt in body_statements(kernel.root.body) if not stmt.same_as(loop)]
+    named = nodes(kernel.root.body, tirx.Var)
+    return [
+        buffer
+        for buffer in dict.fromkeys(_reduced(stmts))
+        if buffer in kernel.root.alloc_buffers
+        and not any(buffer.data in note for note in known)
+        and not any(buffer.data.same_as(var) for var in named)
+        and not any(_uses(stmt, buffer) for stmt in rest)
+        and _is_set_first([_conditions(stmt) for stmt in stmts if _uses(stmt, buffer)], buffer)
+    ]
+
+
+def _is_set_first(uses: Sequence[tuple[list[tirx.PrimExpr], tirx.Stmt]], buffer: tirx.Buffer) -> bool:
+    """Whether the first of the uses of a buffer sets all of it, under conditions that the others are under, too."""
+    (first, setting), *others = uses
+    record = parse_tile_op(setting) if isinstance(setting, tirx.Evaluate) else None
+    if not first or not isinstance(record, Fill):
+        return False
+    is_whole = all(map(ir.structural_equal, record.dst.extents, buffer.shape))
+    starts = [conditions[: len(first)] for conditions, _ in others]
+    return is_whole and all(len(s) == len(first) and all(map(ir.structural_equal, s, first)) for s in starts)
 
 
 def _copied(body: tirx.Stmt) -> tirx.Stmt:

@@ -1,6 +1,7 @@
 """Dims of which one is walked in groups of another's: nothing moves where axes split both at the borders of groups."""
 
 import math
+from itertools import product
 
 import pytest
 import tilelang.language as T
@@ -461,3 +462,36 @@ def test_blocks_that_threads_index_have_no_chunks():
 
     with pytest.raises(mt.MeshTensorError, match="the thread index 'thread'"):
         mt.compile(mt.annotate(main, mt.Mesh({"x": 2}), {"A": {"x": 0}}), target="interpret")(torch.ones(8, 32))
+
+
+def scaled_chunks(block, first=0):
+    """`Y` has the rows of `X` times their chunk's number in `S`, for chunks of 8 rows, in blocks of `block`, from block
+    `first` on."""
+
+    @T.prim_func
+    def kernel(X: T.Tensor((32, 4)), S: T.Tensor((4,)), Y: T.Tensor((32, 4))):
+        with T.Kernel(4, threads=32) as chunk:
+            rows = T.alloc_shared((block, 4), "float32")
+            for k in T.serial(first, 8 // block):
+                T.copy(X[chunk * 8 + k * block, 0], rows)
+                for i, j in T.Parallel(block, 4):
+                    rows[i, j] *= S[chunk]
+                T.copy(rows, Y[chunk * 8 + k * block, 0])
+
+    return kernel
+
+
+@pytest.mark.parametrize(("block", "first"), [(8, 0), (4, 0), (4, 1)])
+def test_chunks_of_one_block_or_several(block, first):
+    """Nothing moves where devices have whole chunks, and it is said of one per chunk alone who has it."""
+    x, s, func = torch.randn(32, 4), torch.randn(4), scaled_chunks(block, first)
+    wanted = x.view(4, 8, 4) * s.view(4, 1, 1)
+    wanted[:, : first * block] = 7.0
+    for devices, split in product((2, 4, 3), "SXY"):
+        layouts = {split: {"x": 0}}
+        if split == "S":
+            with machine(1):
+                moved = outline(lowered(func, {"x": devices}, layouts)) != ["kernel(X, S, Y)"]
+            assert moved is (devices == 3)
+        result = run(func, {"x": devices}, layouts, x, s, torch.full((32, 4), 7.0))
+        torch.testing.assert_close(result, wanted.reshape(32, 4))
