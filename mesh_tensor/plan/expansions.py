@@ -20,12 +20,13 @@ from mesh_tensor.rules.operator.cost import count_flops
 from mesh_tensor.rules.operator.shape import merge_call
 
 from .atoms import Atoms
-from .ir import Graph, Node, Value
+from .ir import Graph, Node, Scope, Value
 from .propagate import Layouts
 from .reader import Annotations
 
 op = relax.op
 Emit = Callable[[relax.Expr], relax.Var]
+Means = dict[tuple, Value]  # by what they are of, and where they stand
 
 
 def expand(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
@@ -34,8 +35,19 @@ def expand(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
     found = {node for node in graph.nodes if node.call.name in _EXPANSIONS and _pays(node, graph, atoms, layouts)}
     if not found:
         return None
-    nodes = [made for node in graph.nodes for made in (_expanded(node) if node in found else [node])]
+    nodes: list[Node] = []
+    means: Means = {}
+    for node in graph.nodes:
+        nodes += _expanded(node, means) if node in found else [node]
+        if (key := _mean_of(node.call, node.inputs, node.scopes)) is not None:
+            means.setdefault(key, node.outputs[0])
     return replace(graph, nodes=nodes)
+
+
+def _mean_of(call: OpCall, inputs: tuple[Value, ...], scopes: tuple[Scope, ...]) -> tuple | None:
+    """What a mean is of that keeps its dims, and where it stands; None of anything else."""
+    is_mean = call.name == "mean" and bool(call.attr("keepdims"))
+    return (inputs[0], call.axes(call.attr("axis")), scopes) if is_mean else None
 
 
 def _pays(node: Node, graph: Graph, atoms: Atoms, layouts: Layouts) -> bool:
@@ -66,8 +78,8 @@ def _wide(dtype: str) -> str:
     return "float32" if dtype in NARROW else dtype
 
 
-def _expanded(node: Node) -> list[Node]:
-    """The nodes from the node's operand to its result."""
+def _expanded(node: Node, means: Means) -> list[Node]:
+    """The nodes from the node's operand to its result; of `means` before it, those that it needs are taken."""
     (x,), (result,) = node.inputs, node.outputs
     builder = relax.BlockBuilder()
     made: list[Node] = []
@@ -78,9 +90,11 @@ def _expanded(node: Node) -> list[Node]:
         call = op_call(builder.normalize(expr))
         (out,) = call.outputs
         var = relax.Var(f"{result.name}_part", call.expr.struct_info)
-        values[var] = Value(f"{result.name}_{len(made)}", out)
         inputs = tuple(values[arg] for arg in call.expr.args)
-        made.append(Node(call, inputs, (values[var],), node.scopes, node.where))
+        known = means.get(_mean_of(call, inputs, node.scopes) or ())
+        values[var] = known or Value(f"{result.name}_{len(made)}", out)
+        if known is None:
+            made.append(Node(call, inputs, (values[var],), node.scopes, node.where))
         return var
 
     wide = emit(op.astype(variable, _wide(x.type.dtype))) if x.type.dtype in NARROW else variable

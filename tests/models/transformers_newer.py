@@ -38,11 +38,13 @@ _DECODERS: dict[str, dict[str, Any]] = {
 }
 # Without options of their own.
 _PLAIN = (
-    "bailing_hybrid", "beam", "bert-generation", "blenderbot-small", "cohere2_moe", "cpmant", "cwm",
-    "deepseek_v4", "doge", "falcon_h1", "flint", "glm4_moe", "gpt-sw3", "granite_swa",
+    "afmoe", "aria_text", "bailing_hybrid", "beam", "bert-generation", "blenderbot-small",
+    "cohere2_moe", "cpmant", "cwm", "deepseek_v4", "doge", "ernie4_5_moe", "exaone_moe",
+    "falcon_h1", "flex_olmo", "flint", "glm4_moe", "gpt-sw3", "gpt_neox_japanese", "granite_swa",
     "granitemoe_swa", "hy_v3", "hy_v4", "hyperclovax", "inkling2_text", "inkling_text",
-    "iquestcoder", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm3", "llama4_text",
-    "mimo_v2_flash", "minimax_m2", "nanochat", "nemotron_h", "olmo3", "olmo_hybrid", "openai-gpt",
+    "iquestcoder", "jais2", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm3", "llama4_text",
+    "mellum", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "ministral3",
+    "modernbert-decoder", "nanochat", "nemotron_h", "olmo3", "olmo_hybrid", "openai-gpt",
     "qwen3_5_text", "qwen3_next", "qwen4_exp_text",
 )  # fmt: skip
 _ENCODERS: dict[str, dict[str, Any]] = {

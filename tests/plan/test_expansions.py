@@ -52,6 +52,18 @@ def test_variances_over_a_split_dim(name, axes, keep, dtype):
     assert sum(kind == "all_reduce" for kind in _kinds(run)) == 2
 
 
+def test_a_mean_that_is_there_is_taken():
+    """By rows, less their mean and by their deviation: the mean is summed once."""
+    op = relax.op
+    mod = _module(lambda x: op.divide(op.subtract(x, op.mean(x, [-1], True)), op.std(x, [1], True)), "float32")
+    with machine(1):
+        run = mt.distribute_module(mod, {"x": 3}, {"x": {"x": 1}}, poison=True)
+    x = 100 + torch.randn(6, 10)
+    expected = (x - x.mean(1, keepdim=True)) / x.std(1, correction=0, keepdim=True)
+    torch.testing.assert_close(run(x), expected, rtol=1e-3, atol=1e-4)
+    assert sum(kind == "all_reduce" for kind in _kinds(run)) == 2
+
+
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_what_is_small_is_gathered(name):
     mod = _module(lambda x: getattr(relax.op.nn, name)(x, 1), "float32")
