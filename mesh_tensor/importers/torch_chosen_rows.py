@@ -16,7 +16,7 @@ from torch.fx.node import map_aggregate
 from .torch_decompositions import DecomposedProgram
 from .torch_program import ASSERTIONS, depends_on_data
 from .torch_put_rows import without_rows
-from .torch_row_by_row import keeps_rows
+from .torch_row_by_row import is_smooth, keeps_rows
 from .torch_rows_graph import Along, Mask, OtherError, RowsGraph, args_of, is_open, rows_of, same, symbol_of, tensors_of
 
 _aten = torch.ops.aten
@@ -34,6 +34,10 @@ _INDICES: dict[Any, int] = {
 }
 _PARTS = (_aten.slice.Tensor, _aten.select.int)
 _SQUEEZES = (_aten.squeeze.dims, _aten.squeeze.dim)
+
+
+def _has_rows(node: torch.fx.Node) -> bool:
+    return any(rows_of(each) is not None for each in (node, *node.all_input_nodes))
 
 
 def with_all_rows(program: Any) -> Any:
@@ -55,6 +59,7 @@ class _AllRows:
         self._place = self._to.place
         self._masks: dict[Any, Mask] = {}  # by the symbol of how many rows they choose
         self._nowhere: set[torch.fx.Node] = set()  # old nodes that are False, whatever data says
+        self._is_smooth = all(is_smooth(node) for node in program.graph.nodes if _has_rows(node))
 
     def made(self) -> DecomposedProgram:
         """The program in which all rows are computed."""
@@ -141,7 +146,8 @@ class _AllRows:
             raise OtherError
         mask = self._mask(indices[first], node.meta["val"].shape[first])
         shape = x.meta["val"].shape
-        return self._to.reshaped(self._place[x], (*shape[:first], mask.count, *shape[first + len(mask.shape) :]))
+        rows = self._to.reshaped(self._place[x], (*shape[:first], mask.count, *shape[first + len(mask.shape) :]))
+        return self._chosen(rows, first, mask)
 
     def _elements(self, node: torch.fx.Node) -> torch.fx.Node:
         """`x.masked_select(mask)`, of a mask that is as large as x, or larger."""
@@ -149,7 +155,21 @@ class _AllRows:
         mask = self._mask(of, node.meta["val"].shape[0])
         if torch.broadcast_shapes(x.meta["val"].shape, mask.shape) != mask.shape:
             raise OtherError
-        return self._to.reshaped(self._to.emit(_aten.expand.default, self._place[x], [*mask.shape]), (mask.count,))
+        rows = self._to.emit(_aten.expand.default, self._place[x], [*mask.shape])
+        return self._chosen(self._to.reshaped(rows, (mask.count,)), 0, mask)
+
+    def _chosen(self, rows: torch.fx.Node, dim: int, mask: Mask) -> torch.fx.Node:
+        """Rows along a dim that are chosen, with others in place of those that are not: what these hold may be NaN, and
+        what becomes of them infinite, which would be in gradients (0 times infinity). Where an operator on the way has
+        gradients that may be infinite, that is the first row that is chosen (the first of all, if none is); else 0."""
+        if not rows.meta["val"].is_floating_point():
+            return rows
+        if self._is_smooth:
+            return self._to.kept(rows, dim, mask)
+        flat = self._to.reshaped(mask.node, (mask.count,))
+        numbers = self._to.emit(_aten._to_copy.default, flat, dtype=torch.int64)
+        first = self._to.emit(_aten.argmax.default, numbers, 0, True)
+        return self._to.kept(rows, dim, mask, self._to.emit(_aten.index_select.default, rows, dim, first))
 
     # What is done with them.
 
@@ -164,7 +184,7 @@ class _AllRows:
         if (place := self._where_rows_stand(node)) is not None:
             return place
         if node.target is _aten.index.Tensor:
-            return self._looked_up(node, along, mask)
+            return self._looked_up(node, along, mask, result)
         if node.target in _INDICES:
             return self._by_indices(node, along, mask)
         if not keeps_rows(node, along, result):
@@ -191,7 +211,7 @@ class _AllRows:
             return self._place[args_of(node)[2]]
         return self._again(node, args_of(node)) if node in dims else None
 
-    def _looked_up(self, node: torch.fx.Node, along: Along, mask: Mask) -> torch.fx.Node:
+    def _looked_up(self, node: torch.fx.Node, along: Along, mask: Mask, rows: int) -> torch.fx.Node:
         """`x[rows]`: where these are along dims of the mask that are x's, all of x, once for each row of the others."""
         x, indices = args_of(node)
         if x in along:
@@ -201,9 +221,9 @@ class _AllRows:
         flat = all(index is not None and index.meta["val"].dim() == 1 for index in indices)
         known = flat and len(dims) == len(set(dims)) and None not in dims
         if known and shape[: len(dims)] == tuple(mask.shape[dim] for dim in dims):
-            return self._spread(self._place[x], dims, mask)
+            return self._chosen(self._spread(self._place[x], dims, mask), 0, mask)
         safe = [index if index is None else self._to.index(index, along, mask) for index in indices]
-        return self._to.emit(_aten.index.Tensor, self._place[x], safe)
+        return self._chosen(self._to.emit(_aten.index.Tensor, self._place[x], safe), rows, mask)
 
     def _spread(self, x: torch.fx.Node, dims: list[Any], mask: Mask) -> torch.fx.Node:
         """x, whose first dims are these of the mask: for each of the mask's elements, in their order."""

@@ -61,11 +61,11 @@ class RowsGraph:
         """The value's dims in an order."""
         return value if order == sorted(order) else self.emit(_aten.permute.default, value, order)
 
-    def kept(self, rows: torch.fx.Node, dim: int, mask: Mask) -> torch.fx.Node:
-        """Rows along a dim, with 0 for those that the mask leaves out."""
+    def kept(self, rows: torch.fx.Node, dim: int, mask: Mask, other: torch.fx.Node | None = None) -> torch.fx.Node:
+        """Rows along a dim, with another one, or 0, for those that the mask leaves out."""
         value = rows.meta["val"]
         chosen = self.reshaped(mask.node, (mask.count, *([1] * (value.dim() - dim - 1))))
-        return self.chosen(chosen, rows)
+        return self.chosen(chosen, rows) if other is None else self.emit(_aten.where.self, chosen, rows, other)
 
     def chosen(self, where: torch.fx.Node, value: torch.fx.Node) -> torch.fx.Node:
         """The value where that is true, else 0."""

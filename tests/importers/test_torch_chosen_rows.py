@@ -128,6 +128,27 @@ def test_experts_of_a_split_batch_move_nothing_and_train():
 
 
 @pytest.mark.parametrize(
+    ("body", "left_out"),
+    [
+        (lambda model, x: -torch.log(model.layer.weight[:, 0].abs() * x[x[:, 0] > 0]).sum(), 0.0),
+        (lambda model, x: (x[x > 0] / x[x > 0].sqrt()).mean() + model.layer.weight.sum(), 0.0),
+        (lambda model, x: (h := x[~torch.isnan(x[:, 0])]).sum() + model.layer(h).square().mean(), torch.nan),
+        (lambda model, x: (h := x[torch.nonzero(x[:, 0] > 0)[:, 0]] @ model.layer.weight).norm(dim=1).sum(), 0.0),
+    ],
+)
+def test_rows_that_are_left_out_have_no_part_in_gradients(body, left_out):
+    model, x = Model(body), torch.rand(6, 4) + 0.5
+    x[1::2] = left_out
+    given = x.clone().requires_grad_()
+    expected = torch.autograd.grad(model(given), [given, model.layer.weight])
+    module = mt.from_torch(torch.export.export(model, (x,)))
+    made = mt.gradient(module, [module.mod["main"].params[0].name_hint, "layer.weight"])
+    for layouts in ({}, {"layer.weight": {"x": 1}}, {module.mod["main"].params[0].name_hint: {"x": 0}}):
+        _, gradients = mt.distribute_module(made, {"x": 2}, layouts, poison=True)(x)
+        torch.testing.assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize(
     "body",
     [
         lambda model, x: x[x[:, 0] > 0].flip(0).sum(0),
