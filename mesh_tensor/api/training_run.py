@@ -183,6 +183,7 @@ class TrainingRun:
         counts = self._counts()
         if not isinstance(state, Mapping):
             refuse(f"{shown(state)} is no state", fix="pass what state_dict() gave")
+        state = {name: as_floats(value) for name, value in state.items()}
         self._check_mesh(state)
         known = [*names, *counts]
         problems = [f"{name!r} is missing" for name in known if strict and name not in state]

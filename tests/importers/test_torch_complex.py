@@ -137,6 +137,9 @@ def test_weights_that_are_trained():
         torch.testing.assert_close(run(x, y), loss.detach())
     for name, weight in model.named_parameters():
         torch.testing.assert_close(torch.view_as_complex(run.state_dict()[name]), weight.detach(), rtol=1e-3, atol=1e-5)
+    other = Spectral()
+    run.load_state_dict(other.state_dict(), strict=False)
+    torch.testing.assert_close(run(x, y), nn.functional.mse_loss(other(x), y).detach())
 
 
 class Filter(nn.Module):
