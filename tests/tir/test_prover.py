@@ -2,11 +2,14 @@
 
 import operator
 import random
+import re
+from pathlib import Path
 
 import pytest
 import tilelang.language as T
 from tvm import arith, ir, tirx
 
+import mesh_tensor
 from mesh_tensor.tir.prover import Prover, keeps_numbers
 
 M, N, i, j = (tirx.Var(name, "int32") for name in ("M", "N", "i", "j"))
@@ -251,3 +254,9 @@ def test_what_is_proved_of_a_range_holds_in_it(dtype):
                 assert holds or not proved, (expr, compare, bound)
                 proofs += proved
     assert proofs
+
+
+def test_all_who_prove_ask_one_prover():
+    package = Path(mesh_tensor.__file__).parent
+    raw = [path for path in package.rglob("*.py") if re.search(r"\bAnalyzer\(\)", path.read_text())]
+    assert raw == []

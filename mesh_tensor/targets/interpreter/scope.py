@@ -17,12 +17,13 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
-from tvm import arith, tirx
+from tvm import tirx
 from tvm.tirx.stmt_functor import substitute
 
 from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.tir.effects import FIX, FROM
+from mesh_tensor.tir.prover import Prover
 
 Frame = list[Any]
 Action = Callable[[Frame], None]
@@ -156,7 +157,7 @@ class FunctionScope:
         if all(isinstance(n, tirx.IntImm) for n in exprs):
             known = tuple(int(n) for n in exprs)
             return lambda frame: known
-        analyzer = arith.Analyzer()
+        analyzer = Prover()
         slots = {var: self.variable(var).run for n in exprs for var in tirx.analysis.undefined_vars(n)}
 
         def run(frame: Frame) -> tuple[int, ...]:
