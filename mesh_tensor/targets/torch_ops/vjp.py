@@ -258,7 +258,7 @@ def _rms_norm(call: OpCall, wanted: Sequence[int], _: Recorded) -> Recorded | No
     last = tuple(range(len(rows), call.inputs[0].ndim))
 
     def forward(x: Tensor, weight: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        return (torch.rms_norm(x, shape, weight, eps),), None
+        return (torch.rms_norm(x, shape, weight, eps),), ()
 
     def backward(x: Tensor, weight: Tensor, seed: Tensor, _: Any) -> tuple[Tensor, ...]:
         rate = torch.rsqrt(x.square().mean(last, keepdim=True).add_(eps))
