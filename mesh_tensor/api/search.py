@@ -30,7 +30,7 @@ from mesh_tensor.simulation.simulate import check_sizes_known
 
 from .found import Found, FoundKernel, amount, read_saved
 from .progress import bar
-from .search_training import TrainingOptions, search_training
+from .search_training import TrainingOptions, check_names, search_training
 from .strategies import preset_layouts
 from .training import TrainingStep
 from .training_plans import TrainingPlans
@@ -106,6 +106,7 @@ def search(
     topology = _topology(devices, batch is not None)
     count = devices.num_devices if isinstance(devices, (Mesh, Topology)) else devices
     _check(count, objective, width, memory_limit, seconds, progress)
+    check_names(only)
     machine.check_holds(count, "the search")
     limit = machine.main_memory.size if memory_limit is None else memory_limit
     tried = _tried(count, topology, meshes, objective)

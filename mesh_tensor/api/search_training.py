@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -147,6 +147,16 @@ def _estimated(choice: Choice, pieces: ModelPieces, composer: Composer, batch: i
     return Estimate(choice, composer.seconds(choice, models, layers) if memory <= limit else math.inf, memory, layers)
 
 
+def check_names(only: Iterable[str]) -> None:
+    """Refuse names of what no search can be held to."""
+    known = [f.name for f in fields(Space)][3:]
+    if unknown := [
+        f"a search can't be held to {name!r}{did_you_mean(name, known)}" for name in only if name not in known
+    ]:
+        fix = f"it can be held to {', '.join(known)}; it draws no numbers, and takes no seed"
+        refuse(unknown, where="search", fix=fix)
+
+
 def _check(batch: int, options: TrainingOptions) -> None:
     """What is wrong with numbers that a search is given."""
     numbers = {"batch": (batch, 1), "states": (options.states, 0), "finalists": (options.finalists, 0)}
@@ -226,9 +236,6 @@ def own_state(here: StageFragments, pieces: ModelPieces) -> Piece:
 
 def _space(pieces: ModelPieces, devices: int, batch: int, only: Mapping[str, Any]) -> Space:
     made = Space(devices, batch, pieces.layers.count, model=pieces.model_sizes(devices))
-    names = [f.name for f in fields(Space)][3:]
-    if wrong := [f"{name}={shown(value)}" for name, value in only.items() if name not in names]:
-        refuse(wrong, where="what a search is held to", fix=f"it can be held to {', '.join(names)}")
     return replace(made, **{name: tuple(value) for name, value in only.items()})  # type: ignore[arg-type]  # by name
 
 

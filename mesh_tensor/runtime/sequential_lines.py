@@ -19,7 +19,7 @@ from mesh_tensor.program.fuse import linear_call, turns_matrix, undoes
 from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.targets.straight_line import Line, StraightLine, TileCall
 from mesh_tensor.targets.tile_memory import memory_of
-from mesh_tensor.targets.torch_ops import ALWAYS_NEW, untyped_function
+from mesh_tensor.targets.torch_ops import makes_new, untyped_function
 
 
 class Recorder:
@@ -63,7 +63,7 @@ class Recorder:
         elif call.name == "matmul" and (inner := self._transposes.get(args[1])) and turns_matrix(call, inner[0]):
             call = linear_call(call, inner[0])
             function, args, takes = untyped_function(call), (args[0], inner[1]), (takes[0], call.inputs[1].shape)
-        if call.name in ALWAYS_NEW:
+        if makes_new(call):
             self._new.update(made)
         gives, dtypes = tuple([tuple(r.shape) for r in results]), tuple([r.dtype for r in results])
         self._lines.append(

@@ -23,11 +23,11 @@ from .kernels import Target
 from .straight_line import Line, Shape, StraightLine, TileCall
 from .tile_memory import keep_heap
 from .torch_ops import (
-    ALWAYS_NEW,
     Valid,
     added_function,
     can_be_recorded,
     keeps_alike,
+    makes_new,
     recorded,
     untyped_function,
 )
@@ -122,7 +122,7 @@ def has_own_memory(program: Program, value: str) -> bool:
     """Whether an operator makes the value in memory that nothing else has a view of."""
     known = [step for step in program.ops if value in step.uses]
     in_loops = any(value in step.uses for step in program.loops)
-    return bool(known) and not in_loops and all(step.kernel is None and step.call.name in ALWAYS_NEW for step in known)
+    return bool(known) and not in_loops and all(step.kernel is None and makes_new(step.call) for step in known)
 
 
 def in_sections(steps: Sequence[Step]) -> Iterator[tuple[Step, ...]]:

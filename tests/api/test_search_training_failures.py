@@ -34,7 +34,9 @@ def test_a_model_without_layers(module):
     [
         ({"batch": 0}, "batch is 0"),
         ({"batch": 4, "states": -1}, "states is -1"),
-        ({"batch": 4, "colours": [1]}, r"colours=\[1\](.|\n)*microbatches, schedules, zero, recompute, sequence"),
+        ({"batch": 4, "colours": [1]}, r"held to 'colours'(.|\n)*microbatches, schedules, zero, recompute, sequence"),
+        ({"batch": 4, "microbatch": [1]}, "held to 'microbatch'; did you mean 'microbatches'"),
+        ({"seed": 0}, r"held to 'seed'(.|\n)*takes no seed"),
         ({"batch": 4, "schedules": ["zbh1"]}, r"no schedule 'zbh1'; did you mean 'zb-h1'"),
         ({"batch": 4, "schedules": "1f1b"}, r"schedules='1f1b', no list of what may be"),
         ({"batch": 4, "zero": 3}, "zero=3, no list of what may be"),

@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from tvm import relax
 
 import mesh_tensor as mt
 from mesh_tensor.base.errors import MeshTensorError
-from mesh_tensor.targets.op_steps import in_sections, recorded_pairs
+from mesh_tensor.targets.op_steps import has_own_memory, in_sections, recorded_pairs
 
 
 class Block(nn.Module):
@@ -65,3 +66,46 @@ def test_an_operator_that_fails_is_named():
     with pytest.raises(MeshTensorError, match="indices from 1 to 4 into a dim of 4"):
         run(tensors[0], torch.tensor([0, 3]))
     torch.testing.assert_close(run(*tensors), Picks()(*tensors))
+
+
+class Loss(nn.Module):
+    """Squares of a layer's results."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return (self.layer(x) ** 2).mean()
+
+
+def test_gradients_are_handed_on_in_the_memory_that_they_were_made_in():
+    """On one device: products that sum over rows, and sums, are views of nothing; and what they give is right."""
+    torch.manual_seed(0)
+    model, x = Loss(), torch.randn(5, 3, 6)
+    module = mt.gradient(mt.from_torch(torch.export.export(model, (x,))))
+    run = mt.distribute_module(module.mod, {"d": 1}, weights=module.params)
+    outputs = [str(each.output) for each in run.program.parameters if each.output is not None]
+    made = [step.call.name for step in run.program.ops if set(step.results) & set(outputs)]
+    assert sorted(made) == ["einsum", "mean", "sum"]
+    assert all(has_own_memory(run.program, name) for name in outputs)
+    loss, found = run(x)
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    torch.testing.assert_close(loss, model(x).detach())
+    torch.testing.assert_close(tuple(found), expected)
+
+
+def test_einsums_that_only_turn_may_be_views():
+    x = torch.randn(3, 4)
+    builder = relax.BlockBuilder()
+    given = relax.Var("x", relax.TensorStructInfo((3, 4), "float32"))
+    with builder.function("main", [given]):
+        with builder.dataflow():
+            turned = builder.emit_output(relax.op.einsum((given,), "ab->ba"))
+        builder.emit_func_output(turned)
+    run = mt.distribute_module(builder.get(), {"d": 1})
+    (output,) = (str(each.output) for each in run.program.parameters if each.output is not None)
+    assert not has_own_memory(run.program, output)
+    result = run(x)
+    result += 1
+    assert torch.equal(result.t(), x + 1)

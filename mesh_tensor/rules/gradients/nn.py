@@ -85,9 +85,9 @@ def _of_right(b: Backward) -> relax.Expr:
 
 
 def _of_weight(b: Backward) -> relax.Expr:
-    """Of a matrix that all batches are multiplied with: summed over all rows at once."""
+    """Of a matrix that all batches are multiplied with: summed over all rows at once, which are turned by nobody."""
     left, right = b.call.inputs
-    if left.ndim > 2:
+    if left.ndim > 2 or left.dtype == right.dtype == str(b.d.struct_info.dtype):
         rows = ascii_lowercase[: left.ndim - 1]
         return b.emit(op.einsum((b.operands[0], b.d), f"{rows}y,{rows}z->yz"))
     return b.emit(op.matmul(_turned(b, b.operands[0], 2), b.d, right.dtype))

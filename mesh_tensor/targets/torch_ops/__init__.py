@@ -15,11 +15,10 @@ from . import (  # noqa: F401  (they fill the table)
     vjp,
 )
 from .linear_algebra import added_function
-from .table import ALWAYS_NEW, Valid, has_torch_function, local_operators, torch_function, typed, untyped_function
+from .table import Valid, has_torch_function, local_operators, makes_new, torch_function, typed, untyped_function
 from .vjp import can_be_recorded, keeps_alike, recorded
 
 __all__ = [
-    "ALWAYS_NEW",
     "Valid",
     "added_function",
     "can_be_recorded",
@@ -27,6 +26,7 @@ __all__ = [
     "recorded",
     "has_torch_function",
     "local_operators",
+    "makes_new",
     "torch_function",
     "typed",
     "untyped_function",

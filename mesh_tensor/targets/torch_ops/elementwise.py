@@ -25,6 +25,14 @@ _AS_IN_TORCH = (
     " sigmoid sign sin sinh sqrt square tan tanh trunc"
 )
 
+
+def _power(x: Tensor, exponent: Tensor) -> Tensor:
+    """With one exponent for all elements, torch multiplies or takes roots where a number says so, not a tensor."""
+    if exponent.ndim or not exponent.is_cpu or exponent.requires_grad or not (x.ndim and x.is_floating_point()):
+        return torch.pow(x, exponent)
+    return torch.pow(x, exponent.item())
+
+
 same_for_all(
     {
         **{name: getattr(torch, name) for name in _AS_IN_TORCH.split()},
@@ -44,7 +52,7 @@ same_for_all(
         "multiply": torch.mul,
         "negative": torch.neg,
         "not_equal": torch.ne,
-        "power": torch.pow,
+        "power": _power,
         "right_shift": torch.bitwise_right_shift,
         "subtract": torch.sub,
         "where": lambda condition, a, b: torch.where(condition.bool(), a, b),

@@ -28,7 +28,7 @@ from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.linear_algebra import FFT, LINEAR, MATMUL_ADD, fft_arguments
 from mesh_tensor.targets.dtypes import torch_dtype
 
-from .table import Function, same_for_all, torch_op
+from .table import NEW_IF, Function, same_for_all, torch_op
 
 Tensor = torch.Tensor
 Linear = Callable[..., Tensor]  # of (..., summed), (columns, summed) and, if there is one, a bias of (columns,)
@@ -119,6 +119,9 @@ def _over_rows(call: OpCall) -> Function | None:
         return (a @ b).view(shape)
 
     return product
+
+
+NEW_IF["einsum"] = lambda call: _rows_of(call) is not None  # others may be views
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,15 @@ class Place:
 ALWAYS_NEW = {
     *("matmul", "divide", "floor_divide", "mod", "floor_mod", "nn.softmax", "nn.log_softmax", "nn.layer_norm"),
     *(LINEAR, MATMUL_ADD, SOFTMAX_GRADIENT, LOG_SOFTMAX_BACKWARD),
-    *("nn.rms_norm", "nn.conv1d", "nn.conv2d", "nn.conv3d"),
+    *("nn.rms_norm", "nn.conv1d", "nn.conv2d", "nn.conv3d", "sum", "mean", "max", "min"),
 }
+NEW_IF: dict[str, Callable[[OpCall], bool]] = {}  # ... of those for which the call tells
+
+
+def makes_new(call: OpCall) -> bool:
+    """Whether the call's results are in memory that no operand has."""
+    return call.name in ALWAYS_NEW or (call.name in NEW_IF and NEW_IF[call.name](call))
+
 
 PlacedMaker = Callable[[OpCall, Place], Function]
 _MAKERS: dict[str, PlacedMaker] = {}

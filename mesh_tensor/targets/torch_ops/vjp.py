@@ -248,6 +248,34 @@ def _layer_norm(call: OpCall, wanted: Sequence[int], _: Recorded) -> Recorded | 
     return Recorded(forward, backward)
 
 
+def _rms_norm(call: OpCall, wanted: Sequence[int], _: Recorded) -> Recorded | None:
+    """torch has no backward of it on CPUs: by autograd it is that of what it is made of, and as much is kept of it as
+    it gives."""
+    shape, eps = last_dims(call), call.attr("epsilon")
+    if shape is None:
+        return None
+    rows = tuple(range(call.inputs[0].ndim - len(shape)))
+    last = tuple(range(len(rows), call.inputs[0].ndim))
+
+    def forward(x: Tensor, weight: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        return (torch.rms_norm(x, shape, weight, eps),), ()
+
+    def backward(x: Tensor, weight: Tensor, seed: Tensor, _: Any) -> tuple[Tensor, ...]:
+        rate = torch.rsqrt(x.square().mean(last, keepdim=True).add_(eps))
+        made: list[Tensor] = []
+        for number in wanted:
+            if number == 0:
+                d = seed * weight
+                share = (d * x).mean(last, keepdim=True).mul_(rate.pow(3))
+                made.append(d.mul_(rate).addcmul_(x, share, value=-1))
+            else:
+                d = (x * rate).mul_(seed)
+                made.append(d.sum(rows) if rows else d)
+        return tuple(made)
+
+    return Recorded(forward, backward)
+
+
 def _attention(call: OpCall, wanted: Sequence[int], other: Recorded) -> Recorded | None:
     scale, causal = call.attr("scale"), is_causal(call)
     masked = call.attr("causal_mask") is not None or call.attr("window_size") is not None
@@ -277,4 +305,5 @@ def _attention(call: OpCall, wanted: Sequence[int], other: Recorded) -> Recorded
 _HALVES: dict[str, Callable[[OpCall, Sequence[int], Recorded], Recorded | None]] = {
     "nn.attention": _attention,
     "nn.layer_norm": _layer_norm,
+    "nn.rms_norm": _rms_norm,
 }

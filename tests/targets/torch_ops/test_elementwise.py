@@ -4,7 +4,10 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from tvm import relax, tirx
+
+from mesh_tensor.targets.torch_ops import torch_function
 
 from .cases import Case, assert_same, by_table, by_tvm, i, t
 
@@ -125,6 +128,11 @@ _OTHERS = {
     "int divided by a number": Case(
         (i(9, low=-20, high=20),), lambda x: op.divide(x, _number(3, "int64")), lambda x: np.trunc(x / 3)
     ),
+    **{
+        f"power of {exponent}": Case((t(3, 4, low=0.1), t(values=exponent)), op.power, np.power)
+        for exponent in (2.0, 0.5, 3.0, -1.0, 0.0, 1.7)
+    },
+    "power of ints": Case((i(3, 4, low=1, high=5), i(values=3)), op.power, np.power, tvm=False),
     "where": Case((t(3, 1, dtype="bool"), t(3, 4), t(4)), op.where, np.where),
     "ewise_fma": Case((t(3, 4), t(3, 4), t(3, 4)), op.ewise_fma, lambda a, b, c: a * b + c, tvm=False),
     "clip": Case((t(3, 4),), lambda x: op.clip(x, -1, 0.5), lambda x: np.minimum(np.maximum(x, -1), 0.5)),
@@ -169,3 +177,16 @@ def test_formula(name):
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tvm])
 def test_tvm(name, tvm_result):
     assert_same(by_table(CASES[name]), tvm_result(name), CASES[name])
+
+
+@pytest.mark.parametrize("exponent", [2.0, 3.0, 0.5])
+def test_one_exponent_is_the_number_that_it_holds(exponent):
+    """As `x**2` in torch, bit for bit, with its gradient; and the exponent has its own where it is asked for."""
+    found, x = torch_function(CASES["power of 2.0"].call()), torch.rand(3, 4) + 0.5
+    x.requires_grad_()
+    (plain,) = found(x, torch.tensor(exponent))
+    assert torch.equal(plain, x**exponent)
+    assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (plain, x**exponent)))
+    wanted = torch.tensor(exponent, requires_grad=True)
+    (d,) = torch.autograd.grad(found(x, wanted)[0].sum(), wanted)
+    torch.testing.assert_close(d, (x**exponent * x.log()).sum().detach())
