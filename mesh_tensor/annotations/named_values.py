@@ -13,7 +13,7 @@ from tvm import ir, relax
 from tvm.relax.distributed import DeviceMesh
 
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
-from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.mesh import Mesh, check_countable
 
 from .annotation import from_attr
 from .names import SourceNames, known, relax_function, relax_functions, source_names, variables
@@ -131,6 +131,7 @@ _KEY = "mesh"
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
     """TVM's mesh of that shape, on the devices 0, 1, ..."""
+    check_countable(mesh)
     return DeviceMesh(tuple(mesh.shape.values()), ir.Range(0, mesh.num_devices))
 
 

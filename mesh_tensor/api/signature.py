@@ -126,7 +126,9 @@ def _check(
             "pass tensors, e.g. torch.as_tensor",
         )
     if isinstance(value, torch.Tensor) and (problem := why_not_plain(value)):
-        return problem
+        what, fix = problem
+        takes = "; mt.compile(func, backward=...) takes the kernels that compute gradients"
+        return what, fix + takes * (value.requires_grad and torch.is_grad_enabled())
     dtype = torch_dtype(param.dtype)
     if value.dtype != dtype:
         return f"dtype {dtype_name(value.dtype)}, but expected {dtype_name(dtype)}", f"convert it with .to({dtype})"

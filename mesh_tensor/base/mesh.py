@@ -141,6 +141,20 @@ class Mesh:
         return Mesh, (self.shape,)
 
 
+_MOST_DEVICES = 1 << 20
+
+
+def check_countable(mesh: Mesh) -> None:
+    """Refuse a mesh of more devices than a plan goes through one by one. (A Mesh itself may be of any size.)"""
+    if mesh.num_devices > _MOST_DEVICES:
+        refuse(
+            f"a plan for {mesh.num_devices:,} devices",
+            where=str(mesh),
+            why="it counts what each of them holds and receives",
+            fix=f"use a mesh of at most {_MOST_DEVICES:,}",
+        )
+
+
 _MADE: dict[tuple[tuple[str, int], ...], Mesh] = {}
 
 

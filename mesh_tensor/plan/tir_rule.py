@@ -285,6 +285,14 @@ def _rule(node: Node, replicate_unknown: bool) -> OpRule:
             why="it overwrites its operands",
             fix="use R.call_tir, whose results are new tensors",
         )
+    if node.call.name in ("dist.call_tir_local_view", "dist.redistribute_replica_to_shard"):
+        refuse(
+            f"R.{node.call.name} is of TVM's local view, and modules are in global view",
+            where=node.where,
+            why="it takes and gives one device's tiles",
+            fix="call the function over whole tensors (R.dist.call_tir), or say what one device does by "
+            "mt.manual_computation",
+        )
     if replicate_unknown and not has_rule(node.call.operator):
         return whole_rule(node.call)
     return rule_of(node.call, node.where)

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy
 
 from mesh_tensor.base.collectives import CollectiveKind
-from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.mesh import Mesh, check_countable
 from mesh_tensor.base.window import Window
 
 State = tuple[int, ...]
@@ -32,6 +32,7 @@ class Boxes:
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], windows: Windows = ()) -> None:
         self.sizes, self.shape = tuple(mesh.shape.values()), shape
         self._windows, self._names = dict(windows), mesh.axis_names
+        check_countable(mesh)
         grid = numpy.indices(self.sizes, dtype=numpy.int64)
         self._at = grid.reshape(len(self.sizes), -1)
         self._ones = numpy.ones(self._at.shape[1], dtype=numpy.int64)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.mesh import check_countable
 from mesh_tensor.base.sharding import Replicate, Shard, Sharding
 
 from .plan import RedistributionPlan
@@ -59,6 +60,8 @@ class TransferPlan:
         """The plan for a tensor of elements of `itemsize` bytes; up to `small` bytes it is sent to all who need it."""
         if src.ndim != dst.ndim:
             refuse(f"no transfer leads from {src!r} to {dst!r}", why="they are layouts of tensors of different rank")
+        for sharding in (src, dst):
+            check_countable(sharding.mesh)
         return _planned(tuple(shape), dtype, itemsize, src, dst, small)
 
     @property

@@ -85,6 +85,34 @@ class Seed:
         return lv3
 
 
+@I.ir_module
+class SeedInLocalView:
+    """What the document lowers that to, its first function: of one device's tiles."""
+
+    I.module_global_infos({"mesh": [R.device_mesh((2,), I.Range(0, 2))]})
+
+    @T.prim_func
+    def halves(A: T.Buffer((T.int64(8), T.int64(4)), "float32"), B: T.Buffer((T.int64(8), T.int64(4)), "float32")):
+        for i, j in T.grid(T.int64(8), T.int64(4)):
+            with T.sblock("halves"):
+                v_i, v_j = T.axis.remap("SS", [i, j])
+                T.reads(A[v_i, v_j])
+                T.writes(B[v_i, v_j])
+                B[v_i, v_j] = A[v_i, v_j] * T.float32(0.5)
+
+    @R.function
+    def foo(x: R.DTensor((8, 8), "float32", "mesh[0]", "S[1]")):
+        cls = SeedInLocalView
+        return R.dist.call_tir_local_view(cls.halves, (x,), out_sinfo=R.DTensor((8, 8), "float32", "mesh[0]", "S[1]"))
+
+
+@pytest.mark.parametrize("replicate", [False, True])
+def test_local_views_are_refused_by_name(replicate):
+    with pytest.raises(mt.MeshTensorError, match="R.dist.call_tir_local_view is of TVM's local view") as error:
+        mt.distribute_module(SeedInLocalView, replicate_unknown=replicate)
+    assert "R.dist.call_tir), or say what one device does by mt.manual_computation" in str(error.value)
+
+
 MLP_SHARDINGS = [
     {"w1": {"x": 1}, "b1": {"x": 0}, "w2": {"x": 0}},
     {"x": {"x": 0}},

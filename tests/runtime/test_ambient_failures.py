@@ -46,6 +46,7 @@ def test_gradients(given, call):
 def test_a_tensor_for_the_result_that_requires_a_gradient(given):
     text = refusal(lambda: given.c(given.a, given.b, given.out.clone().requires_grad_()))
     assert "parameter 'C': requires a gradient, which would be lost" in text
+    assert "mt.compile(func, backward=...) takes the kernels that compute gradients" in text
 
 
 def test_tiles_that_require_gradients():

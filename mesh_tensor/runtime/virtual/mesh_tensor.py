@@ -178,6 +178,20 @@ class MeshTensor(Arithmetic):
         return f"MeshTensor({self.shape}, {dtype_name(self.dtype)}, {self.sharding}, {self.mesh})"
 
 
+_MOST_DEVICES = 2**16  # with a millisecond or two each, a call takes minutes
+
+
+def check_count(mesh: Mesh) -> None:
+    """Refuse a mesh of more devices than one process has tiles for in a reasonable time."""
+    if mesh.num_devices > _MOST_DEVICES:
+        refuse(
+            f"a virtual mesh of {mesh.num_devices:,} devices",
+            where=str(mesh),
+            why=f"each of them has tiles of its own in this process, which takes at most {_MOST_DEVICES:,}",
+            fix="run on fewer; mt.simulate tells what as many take, and explain() what they do",
+        )
+
+
 @undisturbed
 def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: ShardingLike) -> MeshTensor:
     """`tensor` as tiles on the devices of `mesh`.
@@ -198,6 +212,7 @@ def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: S
     if problem := why_not_plain(tensor):
         refuse(problem[0], where="distribute", fix=problem[1])
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+    check_count(mesh)
     layout = layout_of(tuple(tensor.shape), tensor.dtype, as_sharding(mesh, tensor.ndim, sharding))
     return of_tiles(layout.spread(tensor.detach(), share=True), layout)
 

@@ -34,6 +34,7 @@ from mesh_tensor.targets.op_steps import (
 from mesh_tensor.targets.straight_line import TileCall
 from mesh_tensor.targets.totals import totals_of
 
+from .mesh_tensor import check_count
 from .one_tile import one_tiles
 from .operators import OpAction, OpKind, one_by_one
 from .replicas import compared, written
@@ -44,6 +45,7 @@ class VirtualMesh:
 
     def __init__(self, program: Program, target: Target, *, poison: bool = False, totals: Collection[str] = ()) -> None:
         """`totals`: results that are added to what is held for them."""
+        check_count(program.mesh)
         self.program = program
         self.device = target.device()
         self._target, self._poison, self._totals = target, poison, totals
