@@ -164,12 +164,10 @@ def from_transformers(model: Any, batch: int, length: int, *, check: bool = True
 def _cache(model: Any, batch: int, length: int) -> Any:
     """A cache of transformers' of that length, of keys and values for every layer."""
     from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
-    from transformers.integrations.executorch import get_head_shapes
 
     config = model.config.get_text_config()
     try:
         cache = StaticCache(config=config, max_cache_len=length)
-        heads, size = get_head_shapes(config)
     except Exception as error:  # transformers' own, of a configuration without attention
         refuse(f"transformers has no static cache for a {type(model).__name__}", why=str(error), fix=_OTHER)
     # Windows are in the masks: what lies outside is kept, and not looked at.
@@ -178,7 +176,20 @@ def _cache(model: Any, batch: int, length: int) -> Any:
         kinds = listing(list(dict.fromkeys(other)))
         refuse(f"layers of the {type(model).__name__} keep something else than keys and values: {kinds}", fix=_OTHER)
     cache.layers = layers
-    cache.early_initialization(batch, heads, size, model.dtype, model.device)
+    try:  # which heads a layer keeps, and how large they are, its own first call says
+        ids = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as error:  # whatever the model's own code raises
+        refuse(f"the {type(model).__name__} can't fill a static cache", why=str(error), fix=_OTHER)
+    known = [layer for layer in layers if layer.is_initialized]
+    if not known:
+        refuse(f"the {type(model).__name__} puts nothing into a static cache", fix=_OTHER)
+    for layer in layers:
+        if not layer.is_initialized:  # it looks at another one's
+            layer.lazy_initialization(known[0].keys, known[0].values)
+        layer.keys.zero_()
+        layer.values.zero_()
     return cache
 
 

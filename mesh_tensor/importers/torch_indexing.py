@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tvm import relax
+from tvm import ir, relax
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.targets.dtypes import dtype_name, torch_dtype
@@ -214,11 +214,23 @@ def triangle(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return relax.const(made.cpu().numpy(), dtype_name(made.dtype))
 
 
+def reshaped(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """In another shape. (TVM's importer asks open sizes whether they are others.)"""
+    value, sizes = arguments(node, importer, 2)
+    shape = [importer.env[size] if isinstance(size, torch.fx.Node) else size for size in sizes]
+    given = value.struct_info.shape
+    if given is not None and ir.structural_equal(given, relax.ShapeExpr(shape)):
+        return value
+    return emit(importer, relax.op.reshape(value, shape))
+
+
 SHAPES = {
     "cat.default": concat,
     "empty_permuted.default": uninitialized,
     "expand.default": expand,
+    "reshape.default": reshaped,
     "stack.default": stacked,
     "tril_indices.default": triangle,
     "triu_indices.default": triangle,
+    "view.default": reshaped,
 }

@@ -155,3 +155,17 @@ def test_a_program_from_a_file_has_the_shapes_of_its_own_inputs(tmp_path):
     program = through_a_file(torch.export.export(model, (x,), strict=False), tmp_path)
     run = mt.distribute_module(mt.from_torch(program), {"x": 2}, {"weight": {"x": 0}})
     torch.testing.assert_close(run(x), model(x).detach())
+
+
+def test_views_of_open_sizes_in_another_order():
+    """A size of 1 where an open one stands afterwards."""
+
+    class Heads(nn.Module):
+        def forward(self, x):
+            return x.view(3, x.shape[2], -1, 4) + 1
+
+    program = torch.export.export(Heads(), (torch.randn(3, 1, 5, 8),), dynamic_shapes=({2: Dim.DYNAMIC},))
+    run = mt.distribute_module(mt.from_torch(program), {"x": 2}, {"x": {"x": 0}}, poison=True)
+    for n in (5, 7):
+        x = torch.randn(3, 1, n, 8)
+        torch.testing.assert_close(run(x), Heads()(x))

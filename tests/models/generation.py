@@ -25,29 +25,34 @@ _SMALL = {
     **_TOKENS,
 }
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.6, **_TOKENS}
+_CACHES: dict[str, dict[str, int]] = {"keys_*": {"x": 1}, "values_*": {"x": 1}}
 _HEADS: dict[str, dict[str, int]] = {
     **{f"*.{name}_proj.weight": {"x": 0} for name in "qkv"},
     "*.o_proj.weight": {"x": 1},
-    "keys_*": {"x": 1},
-    "values_*": {"x": 1},
+    **_CACHES,
 }
 _GATED = {"*.gate_proj.weight": {"x": 0}, "*.up_proj.weight": {"x": 0}, "*.down_proj.weight": {"x": 1}, **_HEADS}
 _CONV1D = {
     "*.c_attn.weight": {"x": 1},
     "*.c_fc.weight": {"x": 1},
     "*.c_proj.weight": {"x": 0},
-    "keys_*": {"x": 1},
-    "values_*": {"x": 1},
+    **_CACHES,
 }
 _DENSE = {
     **{f"*.{name}_proj.*": {"x": 0} for name in "qkv"},
     "*.dense.weight": {"x": 1},
     "*.fc1.*": {"x": 0},
     "*.fc2.weight": {"x": 1},
-    "keys_*": {"x": 1},
-    "values_*": {"x": 1},
+    **_CACHES,
 }
 _EXPERTS = {"*.experts.*": {"x": 0}, **_HEADS}
+_FEW = {"num_experts_per_tok": 2}
+_ROUTED = {**_SMALL, **_FEW, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 32}
+_LATENT = {
+    **_ROUTED, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4, "n_routed_experts": 4,
+}  # fmt: skip
+_ONE_HEAD = {name: value for name, value in _SMALL.items() if name not in ("num_key_value_heads", "intermediate_size")}
 #: By name: class, what its configuration is given, and Megatron's layout.
 DECODERS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, int]]]] = {
     "gpt2": ("GPT2", _GPT2, _CONV1D),
@@ -55,7 +60,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, int]]]] = {
     "mixtral": ("Mixtral", {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}, _EXPERTS),
     "mistral": ("Mistral", {**_SMALL, "sliding_window": 7}, _GATED),
     "qwen2": ("Qwen2", _SMALL, _GATED),
-    "phi3": ("Phi3", {**_SMALL, "num_key_value_heads": 4}, {"keys_*": {"x": 1}, "values_*": {"x": 1}}),
+    "phi3": ("Phi3", {**_SMALL, "num_key_value_heads": 4}, _CACHES),
     "gemma": ("Gemma", {**_SMALL, "head_dim": 8}, _GATED),
     "phi": ("Phi", {**_SMALL, "num_key_value_heads": 4}, _DENSE),
     "qwen2_sliding": (
@@ -65,6 +70,27 @@ DECODERS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, int]]]] = {
     ),
     "qwen3": ("Qwen3", {**_SMALL, "head_dim": 8}, _GATED),
     "gemma2": ("Gemma2", {**_SMALL, "head_dim": 8, "sliding_window": 7}, _GATED),
+    **{name: (name.capitalize(), _SMALL, _HEADS) for name in ("arcee", "jais2", "starcoder2")},
+    **{name: (name.capitalize(), _SMALL, _GATED) for name in ("granite", "olmo2")},
+    "afmoe": ("Afmoe", {**_ROUTED, "num_dense_layers": 1, "sliding_window": 7}, _HEADS),
+    "cohere2": ("Cohere2", {**_SMALL, "sliding_window": 7}, _GATED),
+    "deepseek_v3": ("DeepseekV3", {**_LATENT, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}, _CACHES),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {**_SMALL, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+        _HEADS,
+    ),
+    "exaone4": ("Exaone4", {**_SMALL, "head_dim": 8, "sliding_window": 7}, _GATED),
+    "falcon": ("Falcon", _ONE_HEAD, {"*.dense.weight": {"x": 1}}),
+    "flex_olmo": ("FlexOlmo", {**_SMALL, **_FEW, "num_experts": 4}, _EXPERTS),
+    "glm4": ("Glm4", {**_SMALL, "head_dim": 8}, _HEADS),
+    "gpt_bigcode": ("GPTBigCode", _GPT2, {"*.c_proj.weight": {"x": 1}}),
+    "gpt_oss": ("GptOss", {**_SMALL, **_FEW, "num_local_experts": 4, "sliding_window": 7, "head_dim": 8}, _EXPERTS),
+    "gpt_neox": ("GPTNeoX", {**_SMALL, "num_key_value_heads": 4}, _CACHES),
+    "ministral3": ("Ministral3", {**_SMALL, "head_dim": 8}, _GATED),
+    "qwen3_moe": ("Qwen3Moe", _ROUTED, _EXPERTS),
+    "smollm3": ("SmolLM3", _SMALL, _GATED),
+    "stablelm": ("StableLm", {**_SMALL, "num_key_value_heads": 4}, _GATED),
 }
 _MESHES = ({"x": 2}, {"x": 3}, {"x": 2, "y": 2})
 _NEW = 12
