@@ -1,6 +1,7 @@
 """Proofs that begin with examples: to find no proof takes a hundred times as long as to see that something does not
 hold. And proofs of numbers as machines have them: what leaves a narrow type, or one without a sign, begins anew there,
-which TVM's analyzer does not look at. So whoever proves, simplifies or bounds anything asks a `Prover`.
+which TVM's analyzer does not look at; and bits of theirs, which its solver takes for those of other numbers. So whoever
+proves, simplifies or bounds anything asks a `Prover`.
 """
 
 from __future__ import annotations
@@ -54,8 +55,11 @@ class Prover(arith.Analyzer):
         refuted = any(is_const(self._at(expr, example), 0) for example in self._examples(expr))
         if refuted or begins_anew(expr, self):
             return False
-        if any(comparison.a.dtype.startswith("uint") for comparison in nodes(expr, *_COMPARISONS)):
+        compared = {comparison.a.dtype for comparison in nodes(expr, *_COMPARISONS)}
+        if any(_is_integer(dtype) and dtype not in _WIDE for dtype in compared):
             args = ()  # what TVM proves in stronger ways is wrong there: it looks at differences, which begin anew
+        if is_misread(expr):
+            return is_const(self.simplify(expr), 1)
         try:
             return bool(super().can_prove(expr, *args))
         except InternalError:
@@ -72,7 +76,7 @@ class Prover(arith.Analyzer):
         return not refuted and self._proves_equal(lhs, rhs)
 
     def _proves_equal(self, lhs: Any, rhs: Any) -> bool:
-        if begins_anew(lhs, self) or begins_anew(rhs, self):
+        if any(begins_anew(side, self) or is_misread(side) for side in (lhs, rhs)):
             return isinstance(lhs, tirx.PrimExpr) and isinstance(rhs, tirx.PrimExpr) and same_expression(lhs, rhs)
         try:
             return bool(super().can_prove_equal(lhs, rhs))
@@ -97,22 +101,25 @@ class Prover(arith.Analyzer):
 
     @contextmanager
     def constraint_scope(self, constraint: tirx.PrimExpr) -> Iterator[None]:
-        """Inside, the constraint holds; what of it may begin anew says nothing."""
+        """Inside, the constraint holds; what of it may begin anew, or is misread, says nothing."""
         self._conditions += 1
         try:
             with ExitStack() as scopes:
                 for part in _conjuncts(constraint):
-                    if not begins_anew(part, self):
+                    if not begins_anew(part, self) and not is_misread(part):
                         scopes.enter_context(super().constraint_scope(part))
                 yield
         finally:
             self._conditions -= 1
 
     def bind(self, var: tirx.Var, value: Any, *args: Any) -> None:
-        """What a variable is, or its range; nothing, where that may begin anew."""
+        """What a variable is, or its range; nothing, where that may begin anew; bounds at most, where it is misread."""
         parts = (value.min, value.extent) if isinstance(value, ir.Range) else (value,)
         if any(begins_anew(part, self) for part in parts):
             self.update(var, _anything(var.dtype), True)
+            return
+        if any(map(is_misread, parts)):
+            self.update(var, _anything(var.dtype) if len(parts) > 1 else self.const_int_bound(value), True)
             return
         super().bind(var, value, *args)
         self._ends.pop(var, None)
@@ -184,6 +191,21 @@ def begins_anew(expr: Any, analyzer: arith.Analyzer) -> bool:
     """Whether numbers in an expression may leave a narrow type, or one without a sign, and begin anew there: bounds,
     and proofs that rest on them, don't look at that. (In int32 and int64 it is not defined.)"""
     return any(_may_begin_anew(node, analyzer) for node in nodes(expr, tirx.Cast, *_ARITHMETIC))
+
+
+def is_misread(expr: Any) -> bool:
+    """Whether TVM's solver takes what is in an expression for other numbers than it is: bits of narrow types, and of
+    those without a sign, are those of numbers with one to it, and what is rounded towards 0 is rounded down. Of numbers
+    without a sign below 0 it takes differences, and raises."""
+    below = [(node.a, node.b) for node in nodes(expr, tirx.LT)] + [(node.b, node.a) for node in nodes(expr, tirx.GT)]
+    if any(is_const(bound, 0) and bound.dtype.startswith("uint") for _, bound in below):
+        return True
+    return any(map(_is_other_to_solvers, nodes(expr, tirx.Call, tirx.Div, tirx.Mod)))
+
+
+def _is_other_to_solvers(node: tirx.PrimExpr) -> bool:
+    is_choice = isinstance(node, tirx.Call) and getattr(node.op, "name", "") == "tirx.if_then_else"
+    return _is_integer(node.dtype) and node.dtype not in _WIDE and not is_choice
 
 
 def _may_begin_anew(node: tirx.PrimExpr, analyzer: arith.Analyzer) -> bool:

@@ -126,3 +126,53 @@ def test_loops_that_count_in_other_types(dtype, parallel):
             annotated = mt.annotate(kernel, {"x": devices}, layouts)
             result = mt.compile(annotated, target="interpret", poison=True)(a)
             torch.testing.assert_close(result, expected(a))
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_conditions_on_bits(devices):
+    """The 128 of a byte is no -128, nor is the 3 % -2 of a number with a sign what is rounded down."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((13,), "float32"), B: T.Tensor((13,), "float32"), C: T.Tensor((13,), "float32")):
+        with T.Kernel(1, threads=32):
+            for k in T.serial(T.uint8(13)):
+                B[k] = 1.0
+                C[k] = 1.0
+                if (k ^ T.uint8(128)) < T.uint8(5):
+                    B[k] = A[k]
+                if T.truncmod(T.cast(k, "int8") - T.int8(20), T.int8(3)) >= T.int8(0):
+                    C[k] = A[k]
+
+    def expected(a):
+        return torch.ones(13), torch.where((20 - ALL[:13]) % 3 == 0, a, 1.0)
+
+    a = torch.randn(13)
+    layouts = {"A": {"x": 0}, "B": {"x": 0}, "C": {"x": 0}}
+    results = mt.compile(mt.annotate(kernel, mt.Mesh({"x": devices}), layouts), target="interpret", poison=True)(a)
+    for result, wanted in zip(results, expected(a), strict=True):
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_what_lies_behind_an_end_saturates(devices):
+    """1000 is 448 in a type without infinities; that it is no number, which a maximum might leave out, is not said."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((2, 20), "float8_e4m3fn"), S: T.Tensor((2,), "float32")):
+        with T.Kernel(2, threads=32) as bx:
+            part = T.alloc_fragment((1, 16), "float8_e4m3fn")
+            value = T.alloc_fragment((1, 16), "float32")
+            total = T.alloc_fragment((1,), "float32")
+            T.clear(total)
+            for k in T.serial(2):
+                T.copy(A[bx, k * 16], part)
+                for i, j in T.Parallel(1, 16):
+                    known = T.if_then_else(k * 16 + j < 20, T.cast(part[i, j], "float32"), 1000.0)
+                    part[i, j] = T.cast(known, "float8_e4m3fn")
+                for i, j in T.Parallel(1, 16):
+                    value[i, j] = T.max(T.float32(0), T.cast(part[i, j], "float32"))
+                T.reduce_sum(value, total, dim=1, clear=False)
+            T.copy(total, S[bx])
+
+    a = (torch.rand(2, 20) + 1).to(torch.float8_e4m3fn)
+    assert_right(kernel, {"x": devices}, {"A": {"x": 1}}, [a], lambda a: a.float().sum(1) + 12 * 448)

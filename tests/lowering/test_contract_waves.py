@@ -149,3 +149,35 @@ def test_only_waves_that_set_all_of_what_they_use_have_sums_of_their_own():
         }.items()
     }
     assert kinds == {"own": {"all_reduce"}, "first": {"all_gather"}, "in part": {"all_gather"}, "asked": {"all_gather"}}
+
+
+def test_conditions_that_change_on_the_way_hand_sums_on():
+    """The sum is set to 0 in the first wave alone, under the words under which it is used in both."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((24, 20)), B: T.Tensor((20, 4)), C: T.Tensor((24, 4), "float16")):
+        with T.Kernel(3, threads=32) as pid:
+            a = T.alloc_shared((4, 4), "float32")
+            b = T.alloc_shared((4, 4), "float32")
+            total = T.alloc_fragment((4, 4), "float32")
+            on = T.alloc_var("int32")
+            on = 1
+            for w in T.serial(2):
+                at = w * 3 + pid
+                if on > 0:
+                    T.clear(total)
+                on = 1
+                if on > 0:
+                    for k in T.serial(5):
+                        T.copy(A[at * 4, k * 4], a)
+                        T.copy(B[k * 4, 0], b)
+                        T.gemm(a, b, total)
+                if on > 0:
+                    for i, j in T.Parallel(4, 4):
+                        C[at * 4 + i, j] = T.cast(total[i, j] * 2.0, "float16")
+                on = 0
+
+    a, b = torch.randn(24, 20), torch.randn(20, 4)
+    sums = (a @ b).view(2, 12, 4).cumsum(0).view(24, 4)
+    for devices in (2, 3):
+        close(run(kernel, {"x": devices}, K_SPLIT, a, b), sums * 2)

@@ -256,6 +256,53 @@ def test_what_is_proved_of_a_range_holds_in_it(dtype):
     assert proofs
 
 
+BITS = ("bitwise_and", "bitwise_or", "bitwise_xor", "shift_right")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "int32"])
+def test_what_is_proved_of_bits_holds(dtype):
+    """Of bits, and of quotients that are rounded to 0: as values, as conditions, and as what a variable is. TVM's
+    solver proves that the 128 of a byte is below 0."""
+    var, low = tirx.Var("w", dtype), 0 if dtype.startswith("u") else -20
+    high = {"uint8": 128, "uint16": 2**15}.get(dtype, 64)
+    bits = {name: tirx.Call(dtype, ir.Op.get(f"tirx.{name}"), [var, tirx.IntImm(dtype, 1)]) for name in BITS[-1:]}
+    bits |= {name: tirx.Call(dtype, ir.Op.get(f"tirx.{name}"), [var, tirx.IntImm(dtype, high)]) for name in BITS[:-1]}
+    bits["truncmod"] = tirx.truncmod(var, tirx.IntImm(dtype, 3))
+    numbers = {
+        "bitwise_and": lambda n: n & high,
+        "bitwise_or": lambda n: n | high,
+        "bitwise_xor": lambda n: n ^ high,
+        "shift_right": lambda n: n >> 1,
+        "truncmod": lambda n: abs(n) % 3 * (1 if n > 0 else -1),
+    }
+    for name, expr in bits.items():
+        values = [numbers[name](n) for n in range(low, low + 21)]
+        for compare in (operator.lt, operator.ge):
+            prover = Prover()
+            prover.bind(var, ir.Range.from_min_extent(tirx.IntImm(dtype, low), tirx.IntImm(dtype, 21)))
+            holds = all(compare(value, 5) for value in values)
+            condition = compare(expr, tirx.IntImm(dtype, 5))
+            assert holds or not prover.can_prove(condition), condition
+            bound = tirx.Var("bound", "int32")
+            prover.bind(bound, expr.astype("int32"))
+            assert holds or not prover.can_prove(compare(bound + 1, 6)), condition
+            if any(compare(value, 5) for value in values):
+                with prover.constraint_scope(condition):
+                    assert not prover.can_prove(i < j), condition
+
+
+def test_conditions_of_numbers_without_a_sign_that_never_hold():
+    byte = tirx.Var("byte", "uint8")
+    with Prover().constraint_scope(tirx.And(i < j, byte < tirx.IntImm("uint8", 0))):
+        pass
+
+
+def test_narrow_numbers_are_compared_without_differences():
+    """16 - -32768 begins anew."""
+    sixteen = tirx.Cast("int16", tirx.IntImm("uint16", 16))
+    assert not Prover().can_prove(tirx.LT(sixteen, tirx.IntImm("int16", -(2**15))), arith.ProofStrength.SYMBOLIC_BOUND)
+
+
 def test_all_who_prove_ask_one_prover():
     package = Path(mesh_tensor.__file__).parent
     raw = [path for path in package.rglob("*.py") if re.search(r"\bAnalyzer\(\)", path.read_text())]

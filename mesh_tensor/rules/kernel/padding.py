@@ -41,6 +41,16 @@ def _or_infinite(function: Callable[[float], float]) -> Callable[[float], float]
     return apply
 
 
+def _or_no_number(function: Callable[[float, float], float]) -> Callable[[float, float], float]:
+    """Python's `max` and `min` leave out what is no number, in one of the two places."""
+
+    def apply(a: float, b: float) -> float:
+        return math.nan if math.isnan(a) or math.isnan(b) else function(a, b)
+
+    return apply
+
+
+_MAX, _MIN = _or_no_number(max), _or_no_number(min)
 _FUNCTIONS: dict[str, Callable[[float], float]] = {
     "tirx.exp": _or_infinite(math.exp),
     "tirx.exp2": _or_infinite(lambda v: 2.0**v),
@@ -51,8 +61,8 @@ _ARITHMETIC: dict[type, Callable[[float, float], float]] = {
     tirx.Add: operator.add,
     tirx.Sub: operator.sub,
     tirx.Mul: operator.mul,
-    tirx.Max: max,
-    tirx.Min: min,
+    tirx.Max: _MAX,
+    tirx.Min: _MIN,
 }
 
 
@@ -74,13 +84,15 @@ class Content:
         return Content(function(*known)) if len(known) == len(numbers) else ANYTHING
 
     def held_in(self, dtype: str) -> Content:
-        """What a dtype keeps of it: floats round, and what is no number of an integer type may be anything there."""
+        """What a dtype keeps of it: floats round, those without infinities are the largest at most, and what is no
+        number of an integer type may be anything there."""
         if self.number is None:
             return self
+        low, high = extreme(dtype, -1), extreme(dtype, 1)
         if is_float(dtype):
             with np.errstate(all="ignore"):
-                return Content(float(numpy_dtype(dtype).type(self.number)))
-        inside = extreme(dtype, -1) <= self.number <= extreme(dtype, 1)
+                return Content(float(numpy_dtype(dtype).type(min(max(self.number, low), high))))
+        inside = low <= self.number <= high
         return self if inside and self.number == int(self.number) else ANYTHING
 
     @property
@@ -242,7 +254,7 @@ class Padding:
         if statement.op == "prod" and self._annihilates(content, operand):
             return content == ZERO
         if statement.op in ("max", "min") and operand != ANYTHING:
-            return content.mapped(max if statement.op == "max" else min, operand) == content
+            return content.mapped(_MAX if statement.op == "max" else _MIN, operand) == content
         return operand == _UNIT.get(statement.operation) and content.is_finite
 
     def _value(self, expr: tirx.PrimExpr, place: _Place) -> Content:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from tvm import ir, tirx
 
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop
-from mesh_tensor.tir.nodes import int_or, nodes
+from mesh_tensor.tir.nodes import int_or, nodes, used
 from mesh_tensor.tir.rewrite import block_like, buffer_like, exchange_buffers, guarded, replace_block, sequence
 from mesh_tensor.tir.tile_calls import parse_tile_op
 from mesh_tensor.tir.tile_ops import Fill, Gemm, Reduce
@@ -126,14 +126,15 @@ def _own_sums(kernel: Kernel, loop: tirx.For, stmts: Sequence[tirx.Stmt]) -> lis
 
 
 def _is_set_first(uses: Sequence[tuple[list[tirx.PrimExpr], tirx.Stmt]], buffer: tirx.Buffer) -> bool:
-    """Whether the first of the uses of a buffer sets all of it, under conditions that the others are under, too."""
+    """Whether the first of the uses of a buffer sets all of it, under conditions that the others are under, too, and
+    that nothing changes on the way."""
     (first, setting), *others = uses
     record = parse_tile_op(setting) if isinstance(setting, tirx.Evaluate) else None
-    if not first or not isinstance(record, Fill):
+    if not isinstance(record, Fill) or not record.dst.is_whole or buffer.data in used(record.value):
         return False
-    is_whole = all(map(ir.structural_equal, record.dst.extents, buffer.shape))
     starts = [conditions[: len(first)] for conditions, _ in others]
-    return is_whole and all(len(s) == len(first) and all(map(ir.structural_equal, s, first)) for s in starts)
+    is_fixed = bool(first) and not any(nodes(condition, *_CHANGING) for condition in first)
+    return is_fixed and all(len(s) == len(first) and all(map(ir.structural_equal, s, first)) for s in starts)
 
 
 def _copied(body: tirx.Stmt) -> tirx.Stmt:
