@@ -266,6 +266,8 @@ class _AllRows:
                 raise OtherError
             return self._place[arg]
 
+        if any(isinstance(arg, torch.fx.Node) and is_open(arg.meta.get("val")) for arg in args):
+            raise OtherError  # a number that fills, not a size
         kwargs: Any = map_aggregate(node.kwargs, meant)
         made = self._to.emit(node.target, *map_aggregate(tuple(args), meant), **kwargs)
         made.meta["nn_module_stack"] = node.meta.get("nn_module_stack")

@@ -187,6 +187,7 @@ def test_ids_that_are_left_out_have_no_part_in_gradients(body, first):
         lambda model, x: x[x[:, 0] > 0].softmax(0).sum(0),
         lambda model, x: (h := x[x[:, 0] > 0]).T @ h,
         lambda model, x: (h := x[x[:, 0] > 0]).sum(0) / h.shape[0],
+        lambda model, x: (h := x[x[:, 0] > 0]).new_full((h.shape[0], 4), h.shape[0]).sum(0),
         lambda model, x: x.index_put((torch.where(x > 0)[0],), x[x > 0][:, None]),
         lambda model, x: x.index_put((torch.nonzero(x > 0)[:, :2],), torch.tensor(1.0), accumulate=True),
         lambda model, x: x[x[:, 0] > 0],
