@@ -7,6 +7,7 @@ import keyword
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
@@ -128,12 +129,13 @@ def _tolerance(dtype: torch.dtype) -> float:
 class CallForm:
     """A model was recorded with arguments of the structure `inputs` (positional ones, and those by name), and gave the
     structure `results`. Of their leaves, in order, those that are no tensors are constants: number -> value.
-    `complex_results`: the numbers of those that are pairs of floats in the module."""
+    `complex_inputs`, `complex_results`: the numbers of those that are pairs of floats in the module."""
 
     inputs: pytree.TreeSpec
     results: pytree.TreeSpec
     given: Mapping[int, Any]
     made: Mapping[int, Any]
+    complex_inputs: frozenset[int] = frozenset()
     complex_results: frozenset[int] = frozenset()
 
     def is_other(self, name: str) -> bool:
@@ -181,6 +183,14 @@ class CallForm:
             fix="call it as it was recorded",
         )
 
+    def with_floats(self, tensors: Iterable[Any]) -> list[Any]:
+        """The tensors among the arguments, complex ones as pairs of floats where the model was recorded with such."""
+        if not self.complex_inputs:
+            return list(tensors)
+        numbers = [number for number in range(self.inputs.num_leaves) if number not in self.given]
+        found = zip_longest(tensors, numbers)
+        return [as_floats(tensor) if number in self.complex_inputs else tensor for tensor, number in found]
+
     def result(self, tensors: Sequence[Any]) -> Any:
         """The results, in the model's structure."""
         if self.results.is_leaf() and not self.made and not self.complex_results:
@@ -198,9 +208,10 @@ def call_tensors(
     form: CallForm | None, args: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """The tensors of a call, in order, and by parameter: those of arguments that the model was not recorded with.
-    Complex ones are pairs of floats, as modules have them."""
+    Complex ones are pairs of floats, as modules have them, where the model was recorded with such."""
     made, passed = _call_tensors(form, args, named)
-    return [as_floats(tensor) for tensor in made], {name: as_floats(tensor) for name, tensor in passed.items()}
+    given = [as_floats(tensor) for tensor in made] if form is None else form.with_floats(made)
+    return given, {name: as_floats(tensor) for name, tensor in passed.items()}
 
 
 def _call_tensors(
@@ -221,9 +232,12 @@ def form_of(program: torch.export.ExportedProgram) -> CallForm:
     made = [spec.arg for spec in specs.output_specs if spec.kind in (OutputKind.USER_OUTPUT, *JOINT)]
     results = pytree.tree_structure((0,) * len(made)) if is_joint(program) else spec.out_spec
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    found = enumerate(values.get(leaf.name) for leaf in made)
-    are_complex = frozenset(number for number, value in found if isinstance(value, torch.Tensor) and value.is_complex())
-    return CallForm(spec.in_spec, results, _constants(given), _constants(made), are_complex)
+
+    def complex_ones(leaves: Sequence[Any]) -> frozenset[int]:
+        found = enumerate(values.get(leaf.name) for leaf in leaves)
+        return frozenset(n for n, value in found if isinstance(value, torch.Tensor) and value.is_complex())
+
+    return CallForm(spec.in_spec, results, _constants(given), _constants(made), complex_ones(given), complex_ones(made))
 
 
 #: What a program of forward and backward gives: the loss, and gradients.

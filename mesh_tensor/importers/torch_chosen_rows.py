@@ -136,7 +136,7 @@ class _AllRows:
             if within > 1:
                 column = self._to.emit(_aten.div.Tensor_mode, number, within, rounding_mode="floor")
             columns.append(self._to.emit(_aten.remainder.Scalar, column, size) if dim else column)
-        return self._to.emit(_aten.stack.default, columns, -1)
+        return self._chosen(self._to.emit(_aten.stack.default, columns, -1), 0, mask)
 
     def _at_mask(self, node: torch.fx.Node) -> torch.fx.Node:
         """`x[mask]`, of leading dims or of those after some that are taken whole."""
@@ -161,15 +161,18 @@ class _AllRows:
     def _chosen(self, rows: torch.fx.Node, dim: int, mask: Mask) -> torch.fx.Node:
         """Rows along a dim that are chosen, with others in place of those that are not: what these hold may be NaN, and
         what becomes of them infinite, which would be in gradients (0 times infinity). Where an operator on the way has
-        gradients that may be infinite, that is the first row that is chosen (the first of all, if none is); else 0."""
-        if not rows.meta["val"].is_floating_point():
-            return rows
+        gradients that may be infinite, that is the first row that is chosen (if none is, a number at which logarithms,
+        roots and quotients are finite); else 0."""
         if self._is_smooth:
             return self._to.kept(rows, dim, mask)
         flat = self._to.reshaped(mask.node, (mask.count,))
         numbers = self._to.emit(_aten._to_copy.default, flat, dtype=torch.int64)
         first = self._to.emit(_aten.argmax.default, numbers, 0, True)
-        return self._to.kept(rows, dim, mask, self._to.emit(_aten.index_select.default, rows, dim, first))
+        other = self._to.emit(_aten.index_select.default, rows, dim, first)
+        dtype = rows.meta["val"].dtype
+        number = self._to.emit(_aten.scalar_tensor.default, 0.5 if dtype.is_floating_point else 1, dtype=dtype)
+        other = self._to.emit(_aten.where.self, self._to.emit(_aten.any.default, flat), other, number)
+        return self._to.kept(rows, dim, mask, other)
 
     # What is done with them.
 
@@ -186,7 +189,7 @@ class _AllRows:
         if node.target is _aten.index.Tensor:
             return self._looked_up(node, along, mask, result)
         if node.target in _INDICES:
-            return self._by_indices(node, along, mask)
+            return self._chosen(self._by_indices(node, along, mask), result, mask)
         if not keeps_rows(node, along, result):
             raise OtherError
         return self._again(node, args_of(node))
@@ -263,6 +266,8 @@ class _AllRows:
                 raise OtherError
             return self._place[arg]
 
+        if any(isinstance(arg, torch.fx.Node) and is_open(arg.meta.get("val")) for arg in args):
+            raise OtherError  # a number that fills, not a size
         kwargs: Any = map_aggregate(node.kwargs, meant)
         made = self._to.emit(node.target, *map_aggregate(tuple(args), meant), **kwargs)
         made.meta["nn_module_stack"] = node.meta.get("nn_module_stack")

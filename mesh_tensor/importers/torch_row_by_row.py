@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from .torch_rows_graph import Along, args_of
 
@@ -151,13 +152,24 @@ _SMOOTH = frozenset(
 
 
 def is_smooth(node: torch.fx.Node) -> bool:
-    """Whether a node's gradients are finite wherever its operands are: those of a logarithm are not at 0."""
+    """Whether a node's gradients are finite wherever its operands are: those of a logarithm are not at 0. Numbers that
+    are infinite make softmax NaN where nothing else is chosen, and so do masks of attention."""
+    if any(_is_infinite(one) for one in (node, *node.all_input_nodes)):
+        return False
+    if node.target is _aten.scaled_dot_product_attention.default and len(node.all_input_nodes) > 3:
+        return False
     name = getattr(node.target, "__name__", "").partition(".")[0]
     if name == "div":  # by a number
         return not isinstance(args_of(node)[1], torch.fx.Node) and args_of(node)[1] != 0
     if name == "pow":
         return type(args_of(node)[1]) is int and args_of(node)[1] > 0
     return name in _SMOOTH
+
+
+def _is_infinite(node: torch.fx.Node) -> bool:
+    """Whether a number that a node is called with is not finite."""
+    numbers = pytree.tree_leaves((node.args, node.kwargs))
+    return any(isinstance(number, float) and not math.isfinite(number) for number in numbers)
 
 
 # Whole numbers may be 0 in rows that nobody asked for.

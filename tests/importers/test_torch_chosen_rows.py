@@ -151,11 +151,43 @@ def test_rows_that_are_left_out_have_no_part_in_gradients(body, left_out):
 @pytest.mark.parametrize(
     "body",
     [
+        lambda model, ids: (model.layer.weight[0, 0] / ids[ids > 0].float()).sum(),
+        lambda model, ids: (model.layer.weight[0, 0] / torch.nonzero(ids > 0)[:, 0].float()).sum(),
+        lambda model, ids: (model.layer.weight[0] * model.table(ids[ids > 0]).log()).sum(),
+        lambda model, ids: (model.layer.weight[0] * model.table(ids[ids > 0]).exp()).sum(),
+        lambda model, ids: (
+            model.layer.weight[0] * (h := model.table(ids[ids > 0])).masked_fill(h == 0, -torch.inf).softmax(-1)
+        ).sum(),
+        lambda model, ids: (
+            (model.layer.weight / model.table(ids[ids > 9])[:, None].sqrt()).sum()
+            + model.layer(model.table(ids.clamp(min=1))).sum()
+        ),
+    ],
+    ids=["ids", "places", "logarithms", "rows that are NaN", "softmax", "no rows"],
+)
+@pytest.mark.parametrize("first", [0.0, torch.nan])
+def test_ids_that_are_left_out_have_no_part_in_gradients(body, first):
+    """Neither have places, nor what is looked up; and where no row is chosen, nothing has."""
+    model, ids = Model(body), torch.tensor([0, 3, 0, 2, 4])
+    with torch.no_grad():
+        model.table.weight.abs_()[0] = first
+    wanted = ["layer.weight", "table.weight"]
+    expected = torch.autograd.grad(model(ids), [model.get_parameter(name) for name in wanted], allow_unused=True)
+    used = [name for name, d in zip(wanted, expected, strict=True) if d is not None]
+    made = mt.gradient(mt.from_torch(torch.export.export(model, (ids,))), used)
+    _, gradients = mt.distribute_module(made, {"x": 2}, {"layer.weight": {"x": 1}}, poison=True)(ids)
+    torch.testing.assert_close(gradients, tuple(d for d in expected if d is not None))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
         lambda model, x: x[x[:, 0] > 0].flip(0).sum(0),
         lambda model, x: x[x[:, 0] > 0].cumsum(0).sum(0),
         lambda model, x: x[x[:, 0] > 0].softmax(0).sum(0),
         lambda model, x: (h := x[x[:, 0] > 0]).T @ h,
         lambda model, x: (h := x[x[:, 0] > 0]).sum(0) / h.shape[0],
+        lambda model, x: (h := x[x[:, 0] > 0]).new_full((h.shape[0], 4), h.shape[0]).sum(0),
         lambda model, x: x.index_put((torch.where(x > 0)[0],), x[x > 0][:, None]),
         lambda model, x: x.index_put((torch.nonzero(x > 0)[:, :2],), torch.tensor(1.0), accumulate=True),
         lambda model, x: x[x[:, 0] > 0],

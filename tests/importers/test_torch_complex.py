@@ -166,6 +166,16 @@ def test_inputs_results_and_what_is_written():
     torch.testing.assert_close(run(torch.view_as_real(given[0]), given[1], shift=shift), other(*given, shift=shift))
 
 
+def test_inputs_that_were_recorded_as_floats_are_not_given_complex_numbers():
+    """Pairs of floats are what the model takes there: a square of each is none of the complex number."""
+    given = torch.randn(3, 4, dtype=torch.cfloat), torch.randn(3, 4, 2)
+    program = torch.export.export(Function(lambda z, x: (z * z, x * x)), given)
+    run = mt.distribute_module(mt.from_torch(program), {"x": 2})
+    torch.testing.assert_close(run(*given), (given[0] ** 2, given[1] ** 2))
+    with pytest.raises(mt.MeshTensorError, match=r"\(3, 4\) complex64, but expected \(3, 4, 2\) float32"):
+        run(given[0], given[0])
+
+
 def test_gradients_of_inputs():
     x, y = (torch.randn(4, 6, dtype=torch.cfloat, requires_grad=True) for _ in range(2))
     function = Function(lambda x: (x * x.conj().flip(0) * (1 + 2j)).imag.sum() + x.real.prod(0).sum())

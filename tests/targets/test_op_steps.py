@@ -79,6 +79,17 @@ class Loss(nn.Module):
         return (self.layer(x) ** 2).mean()
 
 
+class Normed(nn.Module):
+    """A norm, with a weight."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x, scale):
+        return (nn.functional.rms_norm(x, (6,), self.weight, 1e-6) * scale).sum()
+
+
 def test_gradients_are_handed_on_in_the_memory_that_they_were_made_in():
     """On one device: products that sum over rows, and sums, are views of nothing; and what they give is right."""
     torch.manual_seed(0)
@@ -109,3 +120,17 @@ def test_einsums_that_only_turn_may_be_views():
     result = run(x)
     result += 1
     assert torch.equal(result.t(), x + 1)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e15])
+def test_gradients_of_rms_norms_of_large_numbers(size):
+    """The cube of 1e-15 is 0 in float32."""
+    weight = torch.randn(6)
+    model = Normed(weight)
+    x, scale = torch.randn(3, 6) * size, torch.arange(6.0)
+    module = mt.gradient(mt.from_torch(torch.export.export(model, (x, scale))), ["x", "weight"])
+    _, found = mt.distribute_module(module, {"d": 2}, {"x": {"d": 0}})(x, scale)
+    leaves = [tensor.double().requires_grad_() for tensor in (x, weight)]
+    expected = torch.autograd.grad((nn.functional.rms_norm(leaves[0], (6,), leaves[1], 1e-6) * scale).sum(), leaves)
+    for made, meant in zip(found, expected, strict=True):
+        torch.testing.assert_close(made.double(), meant, rtol=1e-4, atol=1e-5 * float(meant.abs().max()))

@@ -27,10 +27,12 @@ _AS_IN_TORCH = (
 
 
 def _power(x: Tensor, exponent: Tensor) -> Tensor:
-    """With one exponent for all elements, torch multiplies or takes roots where a number says so, not a tensor."""
+    """With one exponent for all elements, torch multiplies where a number says so, not a tensor. With a half it would
+    take roots then, which are others of -0 and -infinity."""
     if exponent.ndim or not exponent.is_cpu or exponent.requires_grad or not (x.ndim and x.is_floating_point()):
         return torch.pow(x, exponent)
-    return torch.pow(x, exponent.item())
+    number = exponent.item()
+    return torch.pow(x, exponent if abs(number) == 0.5 else number)
 
 
 same_for_all(

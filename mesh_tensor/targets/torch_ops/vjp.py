@@ -266,7 +266,7 @@ def _rms_norm(call: OpCall, wanted: Sequence[int], _: Recorded) -> Recorded | No
         for number in wanted:
             if number == 0:
                 d = seed * weight
-                share = (d * x).mean(last, keepdim=True).mul_(rate.pow(3))
+                share = (d * x).mean(last, keepdim=True).mul_(rate).mul_(rate).mul_(rate)  # the cube may be 0
                 made.append(d.mul_(rate).addcmul_(x, share, value=-1))
             else:
                 d = (x * rate).mul_(seed)

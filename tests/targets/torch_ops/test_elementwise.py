@@ -179,7 +179,18 @@ def test_tvm(name, tvm_result):
     assert_same(by_table(CASES[name]), tvm_result(name), CASES[name])
 
 
-@pytest.mark.parametrize("exponent", [2.0, 3.0, 0.5])
+@pytest.mark.parametrize("exponent", [0.5, -0.5, 2.0, -2.0, -1.0, 3.0])
+def test_powers_of_what_is_no_plain_number(exponent):
+    """A power with a half is no root of -0 and -infinity, as numpy has it where exponents are many."""
+    x = torch.tensor([-0.0, 0.0, -torch.inf, torch.inf, torch.nan, -2.0, 2.0])
+    (made,) = torch_function(CASES["power of 2.0"].call())(x, torch.tensor(exponent))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        meant = torch.from_numpy(np.power(x.numpy(), np.full(x.shape, exponent, "float32")))
+    torch.testing.assert_close(made, meant, equal_nan=True)
+    assert torch.equal(made.signbit() | made.isnan(), meant.signbit() | meant.isnan())
+
+
+@pytest.mark.parametrize("exponent", [2.0, 3.0])
 def test_one_exponent_is_the_number_that_it_holds(exponent):
     """As `x**2` in torch, bit for bit, with its gradient; and the exponent has its own where it is asked for."""
     found, x = torch_function(CASES["power of 2.0"].call()), torch.rand(3, 4) + 0.5
