@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.export import ExportedProgram
 from tvm import ir, tirx
 
 from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refuse, shown
@@ -23,6 +24,9 @@ from .compile import compile
 from .found import FoundKernel
 from .machine import Machine
 from .search import search
+
+# What can be called, but is not a function of the user's that gives something.
+_MADE = (tirx.PrimFunc, ir.IRModule, ImportedModule, nn.Module, ExportedProgram)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,7 +149,7 @@ def _object(place: str) -> Any:
             known = sorted(each for each in names if not each.startswith("_"))
             refuse(f"{path} has no {name!r}{did_you_mean(name, known)}", fix=f"name what it has: {listing(known)}")
         found = names[name]
-        made = isinstance(found, (tirx.PrimFunc, ir.IRModule, ImportedModule, nn.Module)) or hasattr(found, "program")
+        made = isinstance(found, _MADE) or hasattr(found, "program")
         if callable(found) and not made and not hasattr(found, "schedule"):
             found = _of_user(place, found, "it is called without arguments")
     return found

@@ -18,7 +18,7 @@ from mesh_tensor.annotations.names import check_module, meant_function, reachabl
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU, machine_named
-from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.mesh import Mesh, check_countable
 from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.plan.ir import Graph
@@ -108,6 +108,7 @@ def search(
     _check(count, objective, width, memory_limit, seconds, progress)
     check_names(only)
     machine.check_holds(count, "the search")
+    check_countable(Mesh({"x": count}))
     limit = machine.main_memory.size if memory_limit is None else memory_limit
     tried = _tried(count, topology, meshes, objective)
     told = (bar if progress else None) if isinstance(progress, bool) else progress

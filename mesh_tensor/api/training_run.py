@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
-from mesh_tensor.base.optimizer import IMPLIED, MOST_LR, SLOT_NORM, Optimizer, is_number
+from mesh_tensor.base.optimizer import IMPLIED, MASTER, MOST_LR, SLOT_NORM, Optimizer, is_number
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
@@ -18,7 +18,7 @@ from mesh_tensor.runtime.backend import Leave, finishing
 from mesh_tensor.runtime.elementwise import not_finite, within
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
-from mesh_tensor.targets.dtypes import as_floats
+from mesh_tensor.targets.dtypes import as_floats, is_plain
 
 from .module_launch import parts_of
 from .training import TrainingStep
@@ -160,7 +160,8 @@ class TrainingRun:
         trained may be missing.
 
         strict   refuse a state in which names are missing (a model's has nothing of the optimizer), instead of keeping
-                 what the run has for them
+                 what the run has for them; of a parameter in 16 bits, the wide copy that is trained in its place
+                 begins anew with it
 
         Raises:
             MeshTensorError: names are missing or unknown, shapes or dtypes differ, or what is not trained is another
@@ -199,12 +200,39 @@ class TrainingRun:
             for name, ours in self._step.names.items()
             if name in state and ours in self._step.fixed and not _is_same(state[name], self._fixed(ours))
         ]
+        loaded = {ours: state[name] for name, ours in names.items() if name in state}
+        problems = problems or self._apart(loaded)
         numbers = {name: _number(state[name]) for name in counts if name in state}
         problems += [f"{n!r} is {shown(state[n])}, and no number" for n, number in numbers.items() if number is None]
         if problems:
             fix = "load what state_dict() of the same model and optimizer gave; strict=False keeps what is missing"
             refuse(problems, where="the state to load", fix=fix)
-        return {ours: state[name] for name, ours in names.items() if name in state}, numbers
+        return self._with_masters(loaded), numbers
+
+    def _apart(self, tensors: Mapping[str, Any]) -> list[str]:
+        """Parameters that are not what the wide copy beside them is in 16 bits: the next step would overwrite them.
+        Whole tensors alone are looked at."""
+        theirs = {ours: name for name, ours in self._step.names.items()}
+        pairs = [(mine.parameter, mine.slots[MASTER]) for mine in self._step.kept if MASTER in mine.slots]
+        return [
+            f"{theirs[name]!r} is another than {theirs[master]!r}, which is trained: leave that out (strict=False)"
+            for name, master in pairs
+            if is_plain(tensors.get(name))
+            and is_plain(tensors.get(master))
+            and not _is_same(tensors[name], tensors[master].to(tensors[name].dtype))
+        ]
+
+    def _with_masters(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """What is loaded, with the wide copies of parameters that come without theirs: the next step would overwrite
+        them with what the run's own are; and the other way round."""
+        for mine in self._step.kept:
+            name, master = mine.parameter, mine.slots.get(MASTER, mine.parameter)
+            for there, missing in ((name, master), (master, name)):
+                if there in tensors and missing not in tensors:
+                    given = tensors[there]
+                    value = given.full() if isinstance(given, MeshTensor) else given.detach()
+                    tensors[missing] = value.to(self._step.state[missing].dtype)
+        return tensors
 
     def _fixed(self, name: str) -> torch.Tensor:
         """What is not trained of the parameters, as it was when the step was distributed; of DTensors all ranks would

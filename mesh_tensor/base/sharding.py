@@ -122,7 +122,11 @@ class Sharding:
         except MeshTensorError as error:
             refuse(str(error), where=_where(mesh, ndim, name), fix=how_to_write(mesh))
         layout = Sharding.make(mesh, ndim, sharding, partial=partial, name=name)
-        return layout.with_windows(parse_windows(windows, literal_eval)) if windows else layout
+        try:
+            return layout.with_windows(parse_windows(windows, literal_eval)) if windows else layout
+        except (ValueError, SyntaxError, TypeError, LookupError, AssertionError):
+            what = f"can't read the sharding: {shown('; '.join(windows))} are no windows"
+            return refuse(what, where=_where(mesh, ndim, name), fix=how_to_write(mesh))
 
     def text(self) -> str:
         """DistIR's form, one placement per mesh axis: `S[0], R`, and the windows. `parse` reads it."""

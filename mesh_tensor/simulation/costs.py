@@ -63,10 +63,11 @@ class StepCosts:
 
     def after(self, bodies: Iterable[StepCosts], count: int) -> None:
         """A loop has run so many times, of which its bodies' prices have seen up to two."""
-        before = self._now
+        before, ran = self._now, self._ran.copy()
         for body in bodies:
             self._now += (body._now - before) // min(2, count) * count
-            self._ran |= {kind: self._now - (body._now - then) for kind, then in body._ran.items()}
+            again = {kind: then for kind, then in body._ran.items() if then != ran.get(kind)}
+            self._ran |= {kind: self._now - (body._now - then) for kind, then in again.items()}
         for body in bodies:
             taken = [name for name in body._program.takes if body._touched.get(name, 0) > self._touched.get(name, 0)]
             self._touched |= dict.fromkeys(taken, self._now)

@@ -45,6 +45,31 @@ def test_trains_as_torch_does(asked):
     assert kinds == {"all_reduce"}  # of gradients: activations stay where they are
 
 
+class Beside(nn.Module):
+    """Of its loss, a small part alone is computed in 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(12, 8), nn.Linear(12, 8)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            beside = self.narrow(x).float()
+        return self.wide(x) + beside * 1e-3
+
+
+def test_what_16_bits_have_no_part_in_is_compared_as_ever(monkeypatch):
+    torch.manual_seed(0)
+    example = torch.randn(4, 12), torch.randint(0, 8, (4,))
+    mt.training_step(Beside(), F.cross_entropy, example, optimizer="sgd")
+    made = training_checks.run_sequential
+    monkeypatch.setattr(
+        training_checks, "run_sequential", lambda *given: (made(*given)[0], [g * 1.02 for g in made(*given)[1]])
+    )
+    with pytest.raises(mt.MeshTensorError, match="the gradient of 'wide_weight' differs by"):
+        mt.training_step(Beside(), F.cross_entropy, example, optimizer="sgd")
+
+
 def test_another_gradient_is_refused_all_the_same(monkeypatch):
     made = training_checks.run_sequential
     monkeypatch.setattr(

@@ -109,6 +109,14 @@ def test_any_form_makes_one():
     assert 'fix: write one placement per mesh axis, as in "S[0]"' in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "windows", ["halo", "W[0]", "W[0](4", "W[0](4, 1)", "W[3](4, 1, 0, 3)", "W[0](4, 1, 0, 3); W["]
+)
+def test_texts_with_other_than_windows_are_refused(windows):
+    with pytest.raises(MeshTensorError, match="are no windows"):
+        Sharding.make({"x": 2}, 1, f"S[0]; {windows}")
+
+
 def test_texts_that_replicate_or_are_partial():
     assert Sharding.parse(MESH, 2, '{"x": 0, "y": null}') == Sharding.parse(MESH, 2, "S[0], R")
     assert Sharding.parse(MESH, 2, "{'x': 0, 'y': None}") == Sharding.parse(MESH, 2, '{"x": 0}')

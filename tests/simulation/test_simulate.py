@@ -298,6 +298,27 @@ def test_code_of_operators_leaves_caches_while_others_run():
     assert cold == [0, 0, 0, 0, 0, 1, 0.25, 0, 0, 0]  # 10,000 bytes since the first; 4,000 since the last of the others
 
 
+def test_code_leaves_caches_in_every_turn_of_a_loop():
+    """An activation before a loop, and one behind it, which is colder the more turns there are between."""
+
+    def cold(turns):
+        loop = Loop([(16, 4)], [(4, 4), (turns, 16, 4)], [(16, 4)], recurrent)
+        builder = relax.BlockBuilder(looped(loop, turns))
+        inner, params = builder.get().get_global_var("main"), builder.get()["main"].params
+        params = [relax.Var(param.name_hint, param.struct_info) for param in params]
+        with builder.function("outer", params):
+            made = builder.emit(relax.Call(inner, [builder.emit(relax.op.nn.relu(params[0])), *params[1:]]))
+            builder.emit_func_output(builder.emit(relax.op.nn.relu(builder.emit(relax.TupleGetItem(made, 0)))))
+        run = mt.distribute_module(builder.get(), {"x": 1}, function="outer", target="c")
+        machine = replace(TWO, memory=(Memory(1000, 1e11), Memory(40_000, 1e10), Memory(10**12, 1e9)))
+        steps = mt.simulate(run, replace(machine, launch=1.0, cold_start=1.0)).steps
+        *_, last = [step.end - step.start for step in steps if step.kind == "nn.relu"]
+        return round(last - 1.0, 2)
+
+    assert cold(2) == 0
+    assert 0 < cold(10) < cold(20)
+
+
 def test_results_are_handed_on_part_by_part_where_devices_share_processors():
     run = _of(lambda builder, x: relax.op.nn.relu(x), (64, 64), mesh={"x": 4}, layouts={"x0": {"x": 0}})
     for processors, parts in ((None, 1), (2, 4)):

@@ -16,6 +16,7 @@ ROWS = {"A": {"x": 0}}
         lambda x: mt.compile(mt.annotate(matmul(64, 64, 64), {"x": x}, ROWS), target="interpret"),
         lambda x: mt.simulate(mt.annotate(matmul(64, 64, 64), {"x": x}, ROWS)),
         lambda x: mt.distribute_module(NESTED, {"x": x}, ROWS),
+        lambda x: mt.search(NESTED, devices=x),
         lambda x: mt.plan_transfer((8, 8), torch.float32, mt.Sharding.make({"y": 2}, 2, {"y": 0}), {"x": x}, {"x": 0}),
     ],
 )
