@@ -212,20 +212,18 @@ _EINSUM, _TRANSPOSE = "relax.einsum", "relax.permute_dims"
 
 
 def turned_products(bindings: Sequence[relax.VarBinding], results: relax.Expr) -> list[relax.VarBinding]:
-    """The bindings, in which a permute_dims of an einsum that nothing else takes is that einsum in another order."""
+    """The bindings, in which a permute_dims of an einsum that nothing else takes is that einsum in another order, where
+    the einsum stands: what it takes may be needed no more by the time of the permute_dims."""
     uses = Counter(var for binding in bindings for var in relax.analysis.free_vars(binding.value))
     uses.update(relax.analysis.free_vars(results))
     made = {binding.var: binding for binding in bindings}
-    gone: set[relax.Var] = set()
-    kept = []
+    turned: dict[relax.Var, relax.VarBinding] = {}  # by the einsum's variable
     for binding in bindings:
-        value = binding.value
-        source = made.get(value.args[0]) if _is_call(value, _TRANSPOSE) else None
+        source = made.get(binding.value.args[0]) if _is_call(binding.value, _TRANSPOSE) else None
         if source is not None and _is_call(source.value, _EINSUM) and uses[source.var] == 1:
-            gone.add(source.var)
-            value = _turned(source.value, value)
-        kept.append(relax.VarBinding(binding.var, value) if value is not binding.value else binding)
-    return [binding for binding in kept if binding.var not in gone]
+            turned[source.var] = relax.VarBinding(binding.var, _turned(source.value, binding.value))
+    gone = {binding.var for binding in turned.values()}
+    return [turned.get(binding.var, binding) for binding in bindings if binding.var not in gone]
 
 
 def _turned(product: relax.Call, transpose: relax.Call) -> relax.Call:
