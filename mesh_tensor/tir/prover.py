@@ -23,6 +23,7 @@ _NUMBERS = (int, tirx.IntImm)
 _WIDE = ("int32", "int64")
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.FloorDiv, tirx.Call)
 _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE)
+_MISREAD = (tirx.Call, tirx.Div, tirx.Mod, tirx.LT, tirx.GT)
 _PARTIAL = (*DIVISIONS, tirx.Call, tirx.Cast)  # what TVM can't simplify for all numbers
 _Example = dict[tirx.Var, tirx.PrimExpr]
 
@@ -58,7 +59,7 @@ class Prover(arith.Analyzer):
         compared = {comparison.a.dtype for comparison in nodes(expr, *_COMPARISONS)}
         if any(_is_integer(dtype) and dtype not in _WIDE for dtype in compared):
             args = ()  # what TVM proves in stronger ways is wrong there: it looks at differences, which begin anew
-        if is_misread(expr):
+        if is_misread(expr, self):
             return is_const(self.simplify(expr), 1)
         try:
             return bool(super().can_prove(expr, *args))
@@ -76,7 +77,7 @@ class Prover(arith.Analyzer):
         return not refuted and self._proves_equal(lhs, rhs)
 
     def _proves_equal(self, lhs: Any, rhs: Any) -> bool:
-        if any(begins_anew(side, self) or is_misread(side) for side in (lhs, rhs)):
+        if any(begins_anew(side, self) or is_misread(side, self) for side in (lhs, rhs)):
             return isinstance(lhs, tirx.PrimExpr) and isinstance(rhs, tirx.PrimExpr) and same_expression(lhs, rhs)
         try:
             return bool(super().can_prove_equal(lhs, rhs))
@@ -106,7 +107,7 @@ class Prover(arith.Analyzer):
         try:
             with ExitStack() as scopes:
                 for part in _conjuncts(constraint):
-                    if not begins_anew(part, self) and not is_misread(part):
+                    if not begins_anew(part, self) and not is_misread(part, self):
                         scopes.enter_context(super().constraint_scope(part))
                 yield
         finally:
@@ -118,7 +119,7 @@ class Prover(arith.Analyzer):
         if any(begins_anew(part, self) for part in parts):
             self.update(var, _anything(var.dtype), True)
             return
-        if any(map(is_misread, parts)):
+        if any(is_misread(part, self) for part in parts):
             self.update(var, _anything(var.dtype) if len(parts) > 1 else self.const_int_bound(value), True)
             return
         super().bind(var, value, *args)
@@ -193,19 +194,22 @@ def begins_anew(expr: Any, analyzer: arith.Analyzer) -> bool:
     return any(_may_begin_anew(node, analyzer) for node in nodes(expr, tirx.Cast, *_ARITHMETIC))
 
 
-def is_misread(expr: Any) -> bool:
+def is_misread(expr: Any, analyzer: arith.Analyzer) -> bool:
     """Whether TVM's solver takes what is in an expression for other numbers than it is: bits of narrow types, and of
     those without a sign, are those of numbers with one to it, and what is rounded towards 0 is rounded down. Of numbers
     without a sign below 0 it takes differences, and raises."""
-    below = [(node.a, node.b) for node in nodes(expr, tirx.LT)] + [(node.b, node.a) for node in nodes(expr, tirx.GT)]
-    if any(is_const(bound, 0) and bound.dtype.startswith("uint") for _, bound in below):
-        return True
-    return any(map(_is_other_to_solvers, nodes(expr, tirx.Call, tirx.Div, tirx.Mod)))
+    return any(_is_other_to_solvers(node, analyzer) for node in nodes(expr, *_MISREAD))
 
 
-def _is_other_to_solvers(node: tirx.PrimExpr) -> bool:
-    is_choice = isinstance(node, tirx.Call) and getattr(node.op, "name", "") == "tirx.if_then_else"
-    return _is_integer(node.dtype) and node.dtype not in _WIDE and not is_choice
+def _is_other_to_solvers(node: tirx.PrimExpr, analyzer: arith.Analyzer) -> bool:
+    if isinstance(node, (tirx.LT, tirx.GT)):
+        bound = node.b if isinstance(node, tirx.LT) else node.a
+        return is_const(bound, 0) and bound.dtype.startswith("uint")
+    if not _is_integer(node.dtype) or getattr(getattr(node, "op", None), "name", "") == "tirx.if_then_else":
+        return False
+    if isinstance(node, tirx.Call):
+        return node.dtype not in _WIDE
+    return any(arith.Analyzer.const_int_bound(analyzer, side).min_value < 0 for side in (node.a, node.b))
 
 
 def _may_begin_anew(node: tirx.PrimExpr, analyzer: arith.Analyzer) -> bool:

@@ -291,6 +291,21 @@ def test_what_is_proved_of_bits_holds(dtype):
                     assert not prover.can_prove(i < j), condition
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64"])
+def test_what_is_rounded_to_0_is_not_rounded_down(dtype):
+    """Of numbers that may be negative; TVM's solver proves that remainders are not."""
+    var, three = tirx.Var("w", dtype), tirx.IntImm(dtype, 3)
+    remainder, quotient = tirx.truncmod(var, three), tirx.truncdiv(var, three)
+    for low, proved in ((-20, False), (0, True)):
+        prover = Prover()
+        prover.bind(var, ir.Range.from_min_extent(tirx.IntImm(dtype, low), tirx.IntImm(dtype, 21)))
+        facts = (remainder >= tirx.IntImm(dtype, 0), quotient * three <= var)
+        assert [prover.can_prove(fact) for fact in facts] == [proved, proved]
+        assert prover.can_prove_equal(remainder, tirx.floormod(var, three)) == proved
+        with prover.constraint_scope(remainder < tirx.IntImm(dtype, 0)):
+            assert proved or not prover.can_prove(i < j)
+
+
 def test_conditions_of_numbers_without_a_sign_that_never_hold():
     byte = tirx.Var("byte", "uint8")
     with Prover().constraint_scope(tirx.And(i < j, byte < tirx.IntImm("uint8", 0))):

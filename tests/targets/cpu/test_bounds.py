@@ -98,3 +98,33 @@ def test_conditions_on_numbers_without_a_sign():
     torch.testing.assert_close(out, expected)
     interpret(kernel, [a.numpy(), interpreted.numpy()])
     torch.testing.assert_close(interpreted, expected)
+
+
+def test_conditions_on_remainders_below_0():
+    """What is rounded to 0 leaves remainders below it, which TVM's solver proves that there are none of."""
+    N = 45
+
+    @T.prim_func
+    def kernel(A: T.Tensor((N,), "float32"), B: T.Tensor((3, N), "float32")):
+        with T.Kernel(T.ceildiv(N, 16), threads=16) as bx:
+            for j in T.Parallel(16):
+                if bx * 16 + j < N:
+                    for row in T.serial(3):
+                        B[row, bx * 16 + j] = 1.0
+                    if T.truncmod(bx * 16 + j - 30, 7) >= 0:
+                        B[0, bx * 16 + j] = A[bx * 16 + j]
+                    if T.truncdiv(bx * 16 + j - 30, 7) * 7 <= bx * 16 + j - 30:
+                        B[1, bx * 16 + j] = A[bx * 16 + j]
+                    if T.truncmod(bx * 16 + j - 30, 7) < 0:
+                        if bx * 16 + j < 20:
+                            B[2, bx * 16 + j] = A[bx * 16 + j]
+                        else:
+                            B[2, bx * 16 + j] = 3.0
+
+    a, place = torch.randn(N), torch.arange(N) - 30
+    remainder = torch.fmod(place, 7)
+    below = torch.where(place < -10, a, 3.0)
+    expected = torch.stack([torch.where(remainder >= 0, a, 1.0)] * 2 + [torch.where(remainder < 0, below, 1.0)])
+    for devices in (1, 2, 3):
+        annotated = mt.annotate(kernel, mt.Mesh({"x": devices}), {"A": {"x": 0}, "B": {"x": 1}})
+        assert torch.equal(mt.compile(annotated, target="c")(a), expected)
