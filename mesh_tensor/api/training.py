@@ -54,6 +54,7 @@ class TrainingStep:
     seed        from which what is dropped follows, with the number of the step; None: nothing is
     copies      the name of a value of the forward part -> those of the same in later microbatches, and computed again
     constants   what the step has a copy of, which the model should not write before it is distributed
+    complex_inputs  those of the batch's tensors that may be complex; None: all
     """
 
     mod: ir.IRModule
@@ -69,6 +70,7 @@ class TrainingStep:
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     seed: int | None = None
     constants: Constants = field(default_factory=Constants)
+    complex_inputs: frozenset[str] | None = None
 
     def __repr__(self) -> str:
         return f"TrainingStep({', '.join(self.inputs)}; {len(self.kept)} parameters)"
@@ -258,6 +260,7 @@ def _step(found: ImportedLoss, asked: _Asked, parts: Parts | None = None) -> Tra
         made.copies,
         asked.seed if SEED_NAME in params else None,
         Constants({**module.constants.copied, **masters(module, made.kept, state)}),
+        module.complex_inputs,
     )
 
 

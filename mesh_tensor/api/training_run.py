@@ -68,10 +68,12 @@ class TrainingRun:
                 fix="pass the batch's tensors in order, or by name",
             )
         self._check_there()
-        batch, named = [as_floats(tensor) for tensor in batch], {n: as_floats(t) for n, t in named.items()}
-        self._check_mesh({**dict(zip(wanted, batch, strict=False)), **named})
         free = [name for name in wanted if name not in named]
-        tensors = {**dict(zip(free, batch, strict=True)), **named, NUMBERS_NAME: self._step.numbers(self.steps)}
+        known = self._step.complex_inputs
+        tensors = {**dict(zip(free, batch, strict=True)), **named}
+        tensors = {name: as_floats(t) if known is None or name in known else t for name, t in tensors.items()}
+        self._check_mesh(tensors)
+        tensors[NUMBERS_NAME] = self._step.numbers(self.steps)
         if self._step.seed is not None:
             tensors[SEED_NAME] = self._step.dropout_seed(self.steps)
         if self._scale is not None:

@@ -47,6 +47,15 @@ class ImportedModule:
     form: CallForm | None = None
     constants: Constants = field(default_factory=Constants)
 
+    @property
+    def complex_inputs(self) -> frozenset[str] | None:
+        """The parameters that are complex in a call; None where that isn't known."""
+        if self.form is None:
+            return None
+        numbers = [number for number in range(self.form.inputs.num_leaves) if number not in self.form.given]
+        found = zip(self.mod["main"].params, numbers, strict=False)
+        return frozenset(param.name_hint for param, number in found if number in self.form.complex_inputs)
+
     def __repr__(self) -> str:
         functions = ", ".join(sorted(var.name_hint for var, _ in self.mod.functions_items()))
         return f"ImportedModule({functions}; {len(self.params)} weights)"

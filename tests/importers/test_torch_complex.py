@@ -166,14 +166,36 @@ def test_inputs_results_and_what_is_written():
     torch.testing.assert_close(run(torch.view_as_real(given[0]), given[1], shift=shift), other(*given, shift=shift))
 
 
+class Mixed(nn.Module):
+    """Complex numbers, by a complex matrix."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.matrix = nn.Parameter(matrix.clone())
+
+    def forward(self, z):
+        return z @ self.matrix
+
+
 def test_inputs_that_were_recorded_as_floats_are_not_given_complex_numbers():
     """Pairs of floats are what the model takes there: a square of each is none of the complex number."""
     given = torch.randn(3, 4, dtype=torch.cfloat), torch.randn(3, 4, 2)
     program = torch.export.export(Function(lambda z, x: (z * z, x * x)), given)
     run = mt.distribute_module(mt.from_torch(program), {"x": 2})
     torch.testing.assert_close(run(*given), (given[0] ** 2, given[1] ** 2))
-    with pytest.raises(mt.MeshTensorError, match=r"\(3, 4\) complex64, but expected \(3, 4, 2\) float32"):
+    told = r"\(3, 4\) complex64, but expected \(3, 4, 2\) float32"
+    with pytest.raises(mt.MeshTensorError, match=told):
         run(given[0], given[0])
+
+    def loss(made, target):
+        return nn.functional.mse_loss(torch.view_as_real(made), target)
+
+    z, y = torch.randn(4, 4, dtype=torch.cfloat), torch.randn(3, 4, 2)
+    model = Mixed(z)
+    run = mt.distribute_module(mt.training_step(model, loss, (given[0], y), optimizer="sgd", lr=0.1), {"x": 2})
+    with pytest.raises(mt.MeshTensorError, match=told):
+        run(given[0], given[0])
+    torch.testing.assert_close(run(target=y, z=given[0]), loss(model(given[0]), y).detach())
 
 
 def test_gradients_of_inputs():
