@@ -13,7 +13,7 @@ from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
 from mesh_tensor.rules.operator.dropout import SEED_NAME
-from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.ambient import undisturbed, why_not_plain
 from mesh_tensor.runtime.backend import Leave, finishing
 from mesh_tensor.runtime.elementwise import not_finite, within
 from mesh_tensor.runtime.ranks import is_dtensor
@@ -329,7 +329,12 @@ def _is_same(given: Any, own: torch.Tensor) -> bool:
     return bool(((value == own) | ((value != value) & (own != own))).all())
 
 
+@torch.no_grad()
 def _differs(name: str, tensor: Any, expected: torch.Tensor) -> str:
+    if isinstance(tensor, torch.Tensor) and (problem := why_not_plain(tensor)):
+        return f"{name!r}: {problem[0]}"
+    if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+        return f"{name!r} is on device meta, without elements"
     shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
     if shape is None or tuple(shape) != tuple(expected.shape) or dtype != expected.dtype:
         found = type(tensor).__name__ if shape is None else f"{tuple(shape)} {dtype}"

@@ -263,7 +263,7 @@ def _problem(param: ModuleParam, tensor: Any, sizes: dict[tirx.Var, int], device
 def _has_other_sizes(param: ModuleParam, tensor: Any) -> bool:
     """Whether it is a tensor of the parameter's rank and dtype that has other sizes than it is known to have."""
     if not isinstance(tensor, torch.Tensor) or why_not_plain(tensor) or dtype_name(tensor.dtype) != param.dtype:
-        return False
+        return False  # of a nested tensor, or a parameter that is not initialised yet, there are no sizes
     pairs = zip(param.shape, tensor.shape, strict=False)
     return len(param.shape) == tensor.dim() and any(isinstance(known, int) and known != size for known, size in pairs)
 

@@ -247,6 +247,26 @@ def test_parameters_in_16_bits_are_loaded_with_the_copies_that_are_trained_in_th
     assert all(torch.equal(run.state_dict()[name], before[name]) for name in theirs)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda weight: nn.parameter.UninitializedParameter(), "a parameter that is not initialised yet"),
+        (lambda weight: torch.nested.nested_tensor([weight[0], weight[1]]), "a nested tensor"),
+        (lambda weight: weight.to_sparse(), "layout torch.sparse_coo"),
+        (lambda weight: weight.to("meta"), "is on device meta"),
+    ],
+)
+def test_other_than_plain_tensors_are_no_state(made, said):
+    model, x = nn.Linear(6, 3).bfloat16(), torch.randn(4, 6).bfloat16()
+    run = mt.distribute_module(mt.training_step(model, F.mse_loss, (x, torch.randn(4, 3).bfloat16())), {"data": 2}, {})
+    before = run.state_dict()
+    for strict in (True, False):
+        with pytest.raises(mt.MeshTensorError, match=said):
+            run.load_state_dict(before | {"weight": made(before["weight"])}, strict=strict)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.state_dict().items())
+
+
 def test_models_parameters_stay():
     model, x, y = _case()
     before = copy.deepcopy(model.state_dict())
