@@ -7,7 +7,7 @@ import keyword
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import zip_longest
+from itertools import chain, repeat
 from typing import Any, NoReturn
 
 import torch
@@ -197,7 +197,7 @@ class CallForm:
         if not self.complex_inputs:
             return list(tensors)
         numbers = [number for number in range(self.inputs.num_leaves) if number not in self.given]
-        found = zip_longest(tensors, numbers)
+        found = zip(tensors, chain(numbers, repeat(None)), strict=False)  # there may be too few, or too many
         return [as_floats(tensor) if number in self.complex_inputs else tensor for tensor, number in found]
 
     def result(self, tensors: Sequence[Any]) -> Any:

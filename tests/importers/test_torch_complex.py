@@ -1,5 +1,7 @@
 """Complex numbers of torch are pairs of floats: on a mesh, too."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -196,6 +198,23 @@ def test_inputs_that_were_recorded_as_floats_are_not_given_complex_numbers():
     with pytest.raises(mt.MeshTensorError, match=told):
         run(given[0], given[0])
     torch.testing.assert_close(run(target=y, z=given[0]), loss(model(given[0]), y).detach())
+
+
+def test_an_input_that_is_missing_is_told():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, dtype=torch.cfloat))
+
+        def forward(self, x, y):
+            return x * y + self.weight
+
+    model, x, y = Sum(), torch.randn(4, 3, dtype=torch.cfloat), torch.randn(3)
+    module = replace(mt.from_torch(torch.export.export(model, (x, y))), params={})
+    run = mt.distribute_module(module, {"x": 2}, {"x": {"x": 0}})
+    torch.testing.assert_close(run(x, y, weight=model.weight.detach()), model(x, y).detach())
+    with pytest.raises(mt.MeshTensorError, match="1 tensors for 2 parameters"):
+        run(x, weight=model.weight.detach())
 
 
 def test_gradients_of_inputs():
