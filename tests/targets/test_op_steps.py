@@ -122,6 +122,21 @@ def test_einsums_that_only_turn_may_be_views():
     assert torch.equal(result.t(), x + 1)
 
 
+@pytest.mark.parametrize(("size", "dtype"), [(1e3, torch.float16), (2e-3, torch.float16), (1e3, torch.bfloat16)])
+def test_gradients_of_rms_norms_of_16_bits(size, dtype):
+    """The square of 1000 is infinite in float16, and that of 0.0002 is 0."""
+    model = Normed(torch.randn(6).to(dtype))
+    x, scale = (torch.randn(3, 6) * size).to(dtype), torch.arange(6).to(dtype)
+    module = mt.gradient(mt.from_torch(torch.export.export(model, (x, scale))), ["x", "weight"])
+    _, found = mt.distribute_module(module, {"d": 2}, {"x": {"d": 0}})(x, scale)
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, model.weight)]
+    made = nn.functional.rms_norm(leaves[0], (6,), leaves[1], 1e-6) * scale.double()
+    for ours, meant in zip(found, torch.autograd.grad(made.sum(), leaves), strict=True):
+        assert ours.dtype == dtype
+        off = 8 * torch.finfo(dtype).eps * float(meant.abs().max())
+        torch.testing.assert_close(ours.double(), meant, rtol=0, atol=off)
+
+
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e15])
 def test_gradients_of_rms_norms_of_large_numbers(size):
     """The cube of 1e-15 is 0 in float32."""

@@ -16,7 +16,7 @@ from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.vjp import VJP, Vjp, vjp_of
 
 from ..cpu.gelu import gelu_tanh_backward
-from ..dtypes import torch_dtype
+from ..dtypes import torch_dtype, wide
 from .nn import is_causal, last_dims
 from .table import Function, Place, placed_torch_op, torch_function
 
@@ -260,7 +260,8 @@ def _rms_norm(call: OpCall, wanted: Sequence[int], _: Recorded) -> Recorded | No
     def forward(x: Tensor, weight: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         return (torch.rms_norm(x, shape, weight, eps),), ()
 
-    def backward(x: Tensor, weight: Tensor, seed: Tensor, _: Any) -> tuple[Tensor, ...]:
+    def backward(*given: Any) -> tuple[Tensor, ...]:
+        x, weight, seed = map(wide, given[:3])  # squares of 16 bits may be infinite, or 0
         rate = torch.rsqrt(x.square().mean(last, keepdim=True).add_(eps))
         made: list[Tensor] = []
         for number in wanted:
@@ -271,7 +272,7 @@ def _rms_norm(call: OpCall, wanted: Sequence[int], _: Recorded) -> Recorded | No
             else:
                 d = (x * rate).mul_(seed)
                 made.append(d.sum(rows) if rows else d)
-        return tuple(made)
+        return tuple([gradient.to(given[number].dtype) for number, gradient in zip(wanted, made, strict=True)])
 
     return Recorded(forward, backward)
 
