@@ -31,8 +31,7 @@ from .training_import import (
     microbatches_of,
     microbatches_of_module,
 )
-from .training_optimizer import COUNTS, LossScale, Rule, any_optimizer
-from .training_state import first_state, masters, names_held, trained
+from .training_optimizer import COUNTS, LossScale, Rule, any_optimizer, first_state, masters, names_held, trained
 
 Schedule = Callable[[int], float]
 _LARGEST_LR = torch.finfo(torch.float32).max

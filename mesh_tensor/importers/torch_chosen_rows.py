@@ -15,9 +15,20 @@ from torch.fx.node import map_aggregate
 
 from .torch_decompositions import DecomposedProgram
 from .torch_program import ASSERTIONS, depends_on_data
-from .torch_put_rows import without_rows
 from .torch_row_by_row import is_smooth, keeps_rows
-from .torch_rows_graph import Along, Mask, OtherError, RowsGraph, args_of, is_open, rows_of, same, symbol_of, tensors_of
+from .torch_rows_graph import (
+    Along,
+    Mask,
+    OtherError,
+    RowsGraph,
+    args_of,
+    is_open,
+    rows_of,
+    same,
+    symbol_of,
+    tensors_of,
+    without_rows,
+)
 
 _aten = torch.ops.aten
 _SIZED = {

@@ -15,10 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from .torch_bags import bag_size
 from .torch_functions import FUNCTIONS, GRAPHS, INLINED, graph_of, is_constant, number_in, number_of, with_numbers
 from .torch_general import stays
-from .torch_pieces import OWN_DECOMPOSITIONS
+from .torch_pieces import OWN_DECOMPOSITIONS, bag_size
 from .torch_program import ASSERTIONS
 
 _FAILED = object()

@@ -20,9 +20,8 @@ from .torch_attention import attention
 from .torch_backward import BACKWARD, KEPT_BACKWARD
 from .torch_dropout import converted as dropout
 from .torch_general import CONVOLUTIONS, GENERAL, WITH_GRADIENTS
-from .torch_indexing import INDEXING, SHAPES
+from .torch_indexing import INDEXING, SHAPES, STRIDED
 from .torch_numbers import NUMBERS, Convert, of_tvm, promoting, widening
-from .torch_strided import STRIDED
 
 _aten = torch.ops.aten
 

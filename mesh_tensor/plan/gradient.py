@@ -58,7 +58,7 @@ def gradient_function(
             joint.params.append(seeds[value])
     else:
         value = loss_of(results, loss, function)
-        seeds[value] = joint.writer.emit(_one(value), SEED)
+        seeds[value] = joint.writer.emit(relax.op.ones(value.type.shape, value.type.dtype), SEED)
     values = _parameters(joint.graph, wrt, function)
     reverse(joint, seeds, values, _Kept(joint) if seeded else None)
     for value in values:
@@ -259,10 +259,6 @@ def loss_of(results: list[Value], number: int, function: str) -> Value:
             fix="return a loss, as the mean over the batch; `loss=` says which result it is",
         )
     return value
-
-
-def _one(value: Value) -> relax.Expr:
-    return relax.op.ones(value.type.shape, value.type.dtype)
 
 
 def _parameters(graph: Graph, names: Sequence[str], function: str) -> list[Value]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import overload
 
-from mesh_tensor.plan.index_checks import IndexCheck
+from mesh_tensor.plan.orders import IndexCheck
 from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.cost import count_flops
 

@@ -10,7 +10,7 @@ from itertools import product
 
 from tvm import ir, relax, tirx
 
-from mesh_tensor.rules.kernel.sizes import ON_SIZES
+from mesh_tensor.rules.kernel.cost import ON_SIZES
 from mesh_tensor.rules.operator.call import tensor_infos
 
 Sizes = tuple[int, ...]

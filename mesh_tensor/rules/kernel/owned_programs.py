@@ -21,8 +21,8 @@ from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import loads, same_expression
 from mesh_tensor.tir.tile_ops import Atomic, Copy, Gemm
 
+from .bounded_indices import deciding, only_writes, takes_one
 from .coordinates import Coordinates
-from .data_indices import deciding, only_writes, takes_one
 from .live_ranges import LiveRange
 from .partial_values import PartialValues
 from .reader import known_uses

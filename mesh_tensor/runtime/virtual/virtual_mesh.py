@@ -36,8 +36,7 @@ from mesh_tensor.targets.totals import totals_of
 
 from .mesh_tensor import check_count
 from .one_tile import one_tiles
-from .operators import OpAction, OpKind, one_by_one
-from .replicas import compared, written
+from .operators import OpAction, OpKind, compared, one_by_one, written
 
 
 class VirtualMesh:
