@@ -142,10 +142,7 @@ def _entry(name: str, tensor: Any) -> Any:
 
 
 def load(
-    folder: str | os.PathLike[str],
-    mesh: Any = None,
-    shardings: Mapping[str, Any] | None = None,
-    **options: Any,
+    folder: str | os.PathLike[str], mesh: Any = None, shardings: Mapping[str, Any] | None = None, **options: Any
 ) -> MeshModule:
     """What `save` wrote, as a module on a mesh: of as many devices as you have now. Weights are read where they are
     needed, on ranks a rank's tiles only. Results are tensors and tuples: classes of a model's own are not saved.

@@ -23,14 +23,7 @@ from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, AnyOptimize
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 from .training_checks import check_gradients, check_loss
-from .training_import import (
-    ImportedLoss,
-    Parts,
-    check_names,
-    imported_loss,
-    microbatches_of,
-    microbatches_of_module,
-)
+from .training_import import ImportedLoss, Parts, check_names, imported_loss, microbatches_of, microbatches_of_module
 from .training_optimizer import COUNTS, LossScale, Rule, any_optimizer, first_state, masters, names_held, trained
 
 Schedule = Callable[[int], float]

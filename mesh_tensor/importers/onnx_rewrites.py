@@ -163,12 +163,7 @@ def _reduction(nodes: Nodes) -> bool:
 
 def _constant(nodes: Nodes) -> bool:
     """Numbers of any form as a tensor."""
-    values = {
-        "value_float": np.float32,
-        "value_floats": np.float32,
-        "value_int": np.int64,
-        "value_ints": np.int64,
-    }
+    values = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
     name, value = next(iter(nodes.options.items()), ("", None))
     if name not in values:
         return False

@@ -30,10 +30,7 @@ _SAME = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 #: What is not taken apart.
 KEPT_BACKWARD = (_FLASH, _FLASH_BACKWARD, _aten.embedding_dense_backward.default)
 # Per operator: the one whose gradient it is, and which arguments are results of that one.
-_SAVED = {
-    _FLASH_BACKWARD: (_FLASH, {"out": 0, "logsumexp": 1}),
-    _POOL_BACKWARD: (_POOL, {"indices": 1}),
-}
+_SAVED = {_FLASH_BACKWARD: (_FLASH, {"out": 0, "logsumexp": 1}), _POOL_BACKWARD: (_POOL, {"indices": 1})}
 
 
 def forget_saved(program: Any) -> None:

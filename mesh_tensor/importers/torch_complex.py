@@ -186,10 +186,7 @@ def _of_both(apply: Callable[..., relax.Expr]) -> Convert:
             refuse("a sum of complex numbers with alpha", fix="multiply first")
         a, b = (_operand(node, importer, place) for place in range(2))
         first, second = (_whole(importer, one, other) for one, other in ((a, b), (b, a)))
-        return Pair(
-            emit(importer, apply(first.real, second.real)),
-            emit(importer, apply(first.imag, second.imag)),
-        )
+        return Pair(emit(importer, apply(first.real, second.real)), emit(importer, apply(first.imag, second.imag)))
 
     return converted
 

@@ -101,12 +101,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _called(
-    name: str,
-    text: str,
-    tensors: list[torch.fx.Node],
-    node: torch.fx.Node,
-    importer: Any,
-    operands: list[relax.Expr],
+    name: str, text: str, tensors: list[torch.fx.Node], node: torch.fx.Node, importer: Any, operands: list[relax.Expr]
 ) -> relax.Expr:
     shapes = [
         tuple(operand.struct_info.shape)[: tensor.meta["val"].dim()]

@@ -218,11 +218,7 @@ def _settled(
 
 
 def _pending(
-    graph: Graph,
-    atoms: Atoms,
-    decisions: Mapping[Node, Decision],
-    refused: set[Value],
-    widened: Collection[Value],
+    graph: Graph, atoms: Atoms, decisions: Mapping[Node, Decision], refused: set[Value], widened: Collection[Value]
 ) -> dict[Value, Pending]:
     """What each value is pending with, if all but the refused stay so."""
     pending: dict[Value, Pending] = {}

@@ -145,10 +145,7 @@ def readable(mod: ir.IRModule, function: str) -> tuple[ir.IRModule, Graph]:
 
 
 def reverse(
-    joint: Joint,
-    seeds: dict[Value, relax.Expr],
-    wrt: Sequence[Value],
-    known: Mapping[Value, relax.Expr] | None = None,
+    joint: Joint, seeds: dict[Value, relax.Expr], wrt: Sequence[Value], known: Mapping[Value, relax.Expr] | None = None
 ) -> None:
     """Add the gradients of `wrt`, and of all values between them and the values whose gradients are `seeds`. `known`:
     the values of the forward part, as they are taken; None: as it made them. Refused where an operator between them has

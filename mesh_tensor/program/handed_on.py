@@ -24,11 +24,7 @@ _TRIES = 8  # how finely what comes later is measured
 
 
 def handed_on_first(
-    program: Program,
-    wanted: Collection[str],
-    ends: Collection[str],
-    totals: Collection[str],
-    kept: Mapping[str, str],
+    program: Program, wanted: Collection[str], ends: Collection[str], totals: Collection[str], kept: Mapping[str, str]
 ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The steps until the values `wanted` are there, and those that come then. Inputs in the storages `ends` are freed
     after their last use; `totals`: values that may be added to what is there before; `kept`: by their first results,

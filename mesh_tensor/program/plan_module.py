@@ -236,14 +236,7 @@ def _planned(explicit: ExplicitGraph, calls: TileCalls, options: PlanOptions) ->
     state = {replaced.name: results[result].name for replaced, result in graph.state.items()}
     params = tuple(value.name for value in graph.params)
     return ModulePlan(
-        made,
-        tuple(ports),
-        params,
-        state,
-        index_checks(graph),
-        graph.mesh,
-        lambda: stages,
-        cost=cost_of(explicit),
+        made, tuple(ports), params, state, index_checks(graph), graph.mesh, lambda: stages, cost=cost_of(explicit)
     )
 
 

@@ -22,15 +22,7 @@ from .dtypes import torch_dtype
 from .kernels import Target
 from .straight_line import Line, Shape, StraightLine, TileCall
 from .tile_memory import keep_heap
-from .torch_ops import (
-    Valid,
-    added_function,
-    can_be_recorded,
-    keeps_alike,
-    makes_new,
-    recorded,
-    untyped_function,
-)
+from .torch_ops import Valid, added_function, can_be_recorded, keeps_alike, makes_new, recorded, untyped_function
 from .totals import adding
 
 Shapes = tuple[Shape, ...]

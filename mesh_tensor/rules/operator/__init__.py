@@ -2,20 +2,7 @@
 
 from mesh_tensor.base.dtypes import TensorType
 
-from . import (  # noqa: F401  (they fill the table)
-    aten,
-    conv,
-    dropout,
-    elementwise,
-    index,
-    linear_algebra,
-    manual,
-    nn,
-    shape,
-    shifts,
-    update,
-    vjp,
-)
+from . import aten, conv, dropout, elementwise, index, linear_algebra, manual, nn, shape, shifts, update, vjp  # noqa: F401  (they fill the table)
 from .call import OpCall
 from .rule import Dim, LocalCall, OpRule, has_rule, rule_of
 
