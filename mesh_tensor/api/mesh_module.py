@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from tvm import ir
@@ -20,9 +20,12 @@ from mesh_tensor.runtime.module_inputs import ModuleParam, bound
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.alike import values_of
 
-from .module_calls import ModuleCalls, Recording, requires_gradients
+from .module_calls import ModuleCalls, requires_gradients
 from .module_launch import ModuleState
 from .module_ports import HeldWeights, Refined, apart, checked_state, whole
+
+if TYPE_CHECKING:
+    from .module_gradient import RecordedModule
 
 
 class MeshModule(ModuleCalls):
@@ -131,7 +134,7 @@ class MeshModule(ModuleCalls):
                 return self._run(given, bind)
         return recorded(tensors)
 
-    def _recording(self, sizes: Mapping[Any, int], wanted: Sequence[str]) -> Recording:
+    def _recording(self, sizes: Mapping[Any, int], wanted: Sequence[str]) -> RecordedModule:
         problems = [f"it writes {self._signature.names[name][0]!r}" for name in self._state]
         problems += [f"its weight {name!r} requires a gradient, but is a constant" for name in self._with_gradients]
         if problems or self._recorder is None:

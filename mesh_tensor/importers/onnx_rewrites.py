@@ -23,8 +23,7 @@ def rewritten(onnx: Any, node: Any, facts: Facts) -> list[Any]:
         MeshTensorError: an option of it that is known to no importer.
     """
     if node.op_type in CELLS:
-        x = node.input[0]
-        return recurrent_nodes(onnx, node, facts.sizes(x), facts.dtype(onnx, x))
+        return recurrent_nodes(onnx, node, facts)
     rewrite = REWRITES.get(node.op_type)
     if rewrite is None:
         return [node]

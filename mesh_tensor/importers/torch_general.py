@@ -17,7 +17,7 @@ from mesh_tensor.rules.operator.linear_algebra import grouped_call
 from mesh_tensor.targets.dtypes import dtype_name
 from mesh_tensor.targets.torch_ops.linear_algebra import independent_dims, is_function
 
-from .torch_args import arguments, emit, result_dtype
+from .torch_args import arguments, emit, op_name, result_dtype
 from .torch_numbers import Convert, clamp, divide_rounded, of_tvm
 from .torch_sizes import Known, in_tir, sizes_of
 
@@ -35,7 +35,7 @@ def general(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A call of torch's operator with the node's arguments, by the rule of its name."""
     tensors: list[torch.fx.Node] = []
     text = arguments_text(_stated(node.args, tensors), _stated(node.kwargs, tensors))
-    return _called(f"aten.{_name(node)}", text, tensors, node, importer, [importer.env[tensor] for tensor in tensors])
+    return _called(f"aten.{op_name(node)}", text, tensors, node, importer, [importer.env[tensor] for tensor in tensors])
 
 
 def stays(node: torch.fx.Node) -> bool:
@@ -60,7 +60,7 @@ def any_call(node: torch.fx.Node, importer: Any, operand: Callable[[torch.fx.Nod
     meant = node.meta["val"]
     every = [*(t.meta["val"] for t in tensors), *(meant if isinstance(meant, (tuple, list)) else [meant])]
     dims, pairs = independent_dims(node.target, [t.shape for t in every]), [t.is_complex() for t in every]
-    text = any_text(_name(node), dims, args, kwargs, pairs)
+    text = any_text(op_name(node), dims, args, kwargs, pairs)
     return _called(ANY, text, tensors, node, importer, [operand(tensor) for tensor in tensors])
 
 
@@ -77,7 +77,7 @@ def with_its_gradient(otherwise: Convert) -> Convert:
 
 def of_tvm_or_torch(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """What TVM's importer makes of the node, if it knows it."""
-    return (of_tvm if _name(node) in importer.conversions_of_tvm else any_operator)(node, importer)
+    return (of_tvm if op_name(node) in importer.conversions_of_tvm else any_operator)(node, importer)
 
 
 def divided(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -112,10 +112,6 @@ def _called(
     infos = [_info(tensor, known, importer) for tensor in (meant if isinstance(meant, (tuple, list)) else [meant])]
     info = relax.TupleStructInfo(infos) if isinstance(meant, (tuple, list)) else infos[0]
     return emit(importer, relax.op.call_pure_packed(name, *operands, relax.StringImm(text), sinfo_args=[info]))
-
-
-def _name(node: torch.fx.Node) -> str:
-    return getattr(node.target, "__name__", "")
 
 
 def _stated(value: Any, tensors: list[torch.fx.Node]) -> Any:

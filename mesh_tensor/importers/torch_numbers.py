@@ -13,7 +13,7 @@ from tvm import relax, tirx
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .torch_args import arguments, emit, in_dtype, in_result_dtype, result_dtype, widened
+from .torch_args import COMPARISONS, arguments, emit, in_dtype, in_result_dtype, op_name, result_dtype, widened
 from .torch_sizes import SIZES, counted, parted, selected, sliced
 
 Convert = Callable[[Any, Any], Any]
@@ -86,7 +86,7 @@ def promoting(op: Convert) -> Convert:
     would keep."""
 
     def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        own = promotes(node, importer) or getattr(node.target, "__name__", "") not in importer.conversions_of_tvm
+        own = promotes(node, importer) or op_name(node) not in importer.conversions_of_tvm
         return of_two(op)(node, importer) if own else of_tvm(node, importer)
 
     return converted
@@ -154,7 +154,7 @@ def clamp(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 def of_tvm(node: torch.fx.Node, importer: Any) -> Any:
     """What TVM's importer makes of the node."""
-    return importer.conversions_of_tvm[getattr(node.target, "__name__", "")](node)
+    return importer.conversions_of_tvm[op_name(node)](node)
 
 
 def is_zero(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -210,29 +210,22 @@ NUMBERS: dict[str, Convert] = {
     "__rshift__.Scalar": of_two(relax.op.right_shift),
     "amax.default": over_dims(relax.op.max),
     "amin.default": over_dims(relax.op.min),
-    "any.default": any_true,
-    "any.dim": any_true,
-    "any.dims": any_true,
+    **dict.fromkeys(("any.default", "any.dim", "any.dims"), any_true),
     "atan2.default": of_two(relax.op.atan2),
-    "clamp.default": clamp,
-    "clamp.Tensor": clamp,
+    **dict.fromkeys(("clamp.default", "clamp.Tensor"), clamp),
     "cumprod.default": cumulative(relax.op.cumprod),
     "cumsum.default": cumulative(relax.op.cumsum),
-    "div.Scalar": of_two(relax.op.divide),
-    "div.Scalar_mode": divide_rounded,
-    "div.Tensor": of_two(relax.op.divide),
-    "div.Tensor_mode": divide_rounded,
+    **dict.fromkeys(("div.Scalar", "div.Tensor"), of_two(relax.op.divide)),
+    **dict.fromkeys(("div.Scalar_mode", "div.Tensor_mode"), divide_rounded),
     "logical_and.default": _of_bools(relax.op.logical_and),
     "logical_not.default": is_zero,
     "logical_or.default": _of_bools(relax.op.logical_or),
     "logical_xor.default": _of_bools(relax.op.logical_xor),
     "max.dim": extreme_along(relax.op.argmax),
     "min.dim": extreme_along(relax.op.argmin),
-    "prod.default": over_dims(relax.op.prod),
-    "prod.dim_int": over_dims(relax.op.prod),
+    **dict.fromkeys(("prod.default", "prod.dim_int"), over_dims(relax.op.prod)),
     "sort.default": sort,
-    "sum.default": over_dims(relax.op.sum),
-    "sum.dim_IntList": over_dims(relax.op.sum),
+    **dict.fromkeys(("sum.default", "sum.dim_IntList"), over_dims(relax.op.sum)),
     "where.self": where,
 }
 _PROMOTING = {
@@ -243,20 +236,13 @@ _PROMOTING = {
     "pow": relax.op.power,
     "remainder": relax.op.floor_mod,
 }
-_COMPARISONS = {
-    "eq": relax.op.equal,
-    "ge": relax.op.greater_equal,
-    "gt": relax.op.greater,
-    "le": relax.op.less_equal,
-    "lt": relax.op.less,
-    "ne": relax.op.not_equal,
-}
+_COMPARISONS = {compare.__name__: op for compare, op in COMPARISONS.items()}
 _FORMS = ("Scalar", "Tensor", "Tensor_Scalar", "Tensor_Tensor", "default")
 NUMBERS |= {f"{name}.{form}": promoting(op) for name, op in _PROMOTING.items() for form in _FORMS}
 NUMBERS["pow.Tensor_Scalar"] = power
 NUMBERS |= {f"{name}.{form}": comparison(op) for name, op in _COMPARISONS.items() for form in ("Scalar", "Tensor")}
 
 # Operators that may take a symbolic size for a number.
-WITH_NUMBERS = {f"{name}.{kind}" for name in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")} | {
-    f"{name}.{kind}" for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")
+WITH_NUMBERS = {
+    f"{name}.{kind}" for name in ("add", "sub", "mul", "div", *_COMPARISONS) for kind in ("Tensor", "Scalar")
 }

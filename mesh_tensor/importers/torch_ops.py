@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from tvm import relax, tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .torch_args import arguments, emit, in_dtype, in_result_dtype, widened
+from .torch_args import arguments, emit, filled, in_dtype, in_result_dtype, widened
 from .torch_attention import attention
 from .torch_backward import BACKWARD, KEPT_BACKWARD
 from .torch_dropout import converted as dropout
@@ -102,7 +101,7 @@ def addmm(node: torch.fx.Node, importer: Any) -> relax.Expr:
 def layer_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Over the last dims; a weight or bias that is None is 1 or 0."""
     x, sizes, weight, bias, epsilon = arguments(node, importer, 2, weight=None, bias=None, eps=1e-5)
-    weight, bias = _filled(weight, 1, sizes, x), _filled(bias, 0, sizes, x)
+    weight, bias = filled(weight, 1, sizes, x), filled(bias, 0, sizes, x)
     return emit(importer, relax.op.nn.layer_norm(x, weight, bias, axes=_last(sizes), epsilon=epsilon))
 
 
@@ -110,7 +109,7 @@ def group_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Over groups of channels (dim 1) and all later dims."""
     x, groups, weight, bias, epsilon = arguments(node, importer, 2, weight=None, bias=None, eps=1e-5)
     shape = x.struct_info.shape
-    weight, bias = _filled(weight, 1, [shape[1]], x), _filled(bias, 0, [shape[1]], x)
+    weight, bias = filled(weight, 1, [shape[1]], x), filled(bias, 0, [shape[1]], x)
     axes = list(range(2, len(shape)))
     return emit(importer, relax.op.nn.group_norm(x, weight, bias, groups, channel_axis=1, axes=axes, epsilon=epsilon))
 
@@ -121,7 +120,7 @@ def rms_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     if epsilon is None:
         dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
         epsilon = torch.finfo(torch.float32 if dtype.itemsize < 4 else dtype).eps
-    return emit(importer, relax.op.nn.rms_norm(x, _filled(weight, 1, sizes, x), axes=_last(sizes), epsilon=epsilon))
+    return emit(importer, relax.op.nn.rms_norm(x, filled(weight, 1, sizes, x), axes=_last(sizes), epsilon=epsilon))
 
 
 def variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -250,13 +249,6 @@ CONVERTERS: dict[str, Convert] = {
 
 def _last(sizes: Any) -> list[int]:
     return list(range(-len(sizes), 0))
-
-
-def _filled(tensor: Any, value: int, sizes: Any, like: relax.Expr) -> relax.Expr:
-    """The tensor, or where there is none a constant of that value."""
-    if tensor is not None:
-        return tensor
-    return relax.const(np.full([int(size) for size in sizes], value), like.struct_info.dtype)
 
 
 def _scaled(importer: Any, value: relax.Expr, factor: Any) -> relax.Expr:

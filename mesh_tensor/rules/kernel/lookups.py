@@ -25,10 +25,9 @@ from .bounded_indices import Distance, is_bound_to_loads, is_loaded, only_writes
 from .coordinates import Coordinates
 from .factor_derivation import Dim
 from .factors import Factor
-from .owned_programs import LookedUpProducts, Use, owned_programs
+from .owned_programs import LookedUpProducts, Use, dims_of_rows, owned_programs, row_products
 from .partial_values import PartialValues
 from .reader import known_uses
-from .row_products import dims_of_rows, row_products
 from .statements import Access, Kernel, Loop, Statement
 from .verdicts import Reduction
 

@@ -2,8 +2,19 @@
 
 from mesh_tensor.base.dtypes import TensorType
 
-from . import aten, conv, dropout, elementwise, index, linear_algebra, manual, nn, shape, shifts, update, vjp  # noqa: F401  (they fill the table)
+from . import (
+    aten,
+    conv,
+    dropout,
+    elementwise,
+    index,
+    linear_algebra,
+    manual,
+    nn,
+    shape,
+    shifts,
+    update,
+    vjp,
+)  # they fill the table
 from .call import OpCall
 from .rule import Dim, LocalCall, OpRule, has_rule, rule_of
-
-__all__ = ["Dim", "LocalCall", "OpCall", "OpRule", "TensorType", "has_rule", "rule_of"]
