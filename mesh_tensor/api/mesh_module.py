@@ -124,7 +124,6 @@ class MeshModule(ModuleCalls):
         return self._form.result(result if isinstance(result, tuple) else [result])
 
     def _recorded(self, given: Sequence[Any], bind: Callable[[], dict[str, Any]]) -> Any:
-        """A call that autograd records."""
         with torch.no_grad():
             tensors, sizes = self._checked(given, bind, lambda tensors, sizes, _: (tensors, sizes))
         wanted = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)

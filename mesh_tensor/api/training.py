@@ -190,8 +190,6 @@ def training_step(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What was asked for beside model and loss."""
-
     optimizer: AnyOptimizer
     zero: int
     clip_norm: float | None

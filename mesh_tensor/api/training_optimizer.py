@@ -58,7 +58,6 @@ def names_held(module: ImportedModule, mod: ir.IRModule, held: Mapping[str, torc
 
 
 def _first(slot: str, parameter: torch.Tensor) -> torch.Tensor:
-    """A slot before the first step."""
     wide = parameter.detach().to(torch.float32 if parameter.element_size() < 4 else parameter.dtype)
     return wide.clone() if slot == MASTER else torch.zeros_like(wide)
 
@@ -165,7 +164,6 @@ def _imported(rule: Rule, name: str, slots: tuple[str, ...], shape: tuple[int, .
 
 
 def _exported(rule: Rule, name: str, slots: tuple[str, ...], given: Any) -> torch.export.ExportedProgram:
-    """What torch records of the rule."""
     try:
         return torch.export.export(_Step(rule, slots), given, strict=False)
     except MeshTensorError:
@@ -180,7 +178,6 @@ def _exported(rule: Rule, name: str, slots: tuple[str, ...], given: Any) -> torc
 
 
 def _as_tuple(function: relax.Function) -> relax.Function:
-    """The function with its one result in a tuple."""
     builder = relax.BlockBuilder()
     body, result = function.body, relax.TupleStructInfo([function.struct_info.ret])
     inner = relax.SeqExpr(body.blocks, relax.Tuple([body.body]))

@@ -187,14 +187,12 @@ class _Maker(Nodes):
         return self.emit("Transpose", [self._of(name, number)], perm=[1, 0])
 
     def _of(self, name: str, number: int) -> str:
-        """The slice of that number along dim 0."""
         return self.emit("Gather", [name, self.constant(number)], axis=0)
 
     def _reshaped(self, name: str, shape: tuple[int, ...]) -> str:
         return self.emit("Reshape", [name, self.constant(shape)])
 
     def _split(self, name: str, parts: int, size: int) -> list[str]:
-        """Parts of that size along the last dim."""
         bounds = [(self.constant((start,)), self.constant((start + size,))) for start in range(0, parts * size, size)]
         return [self.emit("Slice", [name, start, end, self.constant((-1,))]) for start, end in bounds]
 

@@ -61,7 +61,6 @@ def _is_known(node: torch.fx.Node) -> bool:
 
 
 def _arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """The arguments by name, with defaults."""
     found = normalize_function(node.target, node.args, dict(node.kwargs), normalize_to_only_use_kwargs=True)  # type: ignore[arg-type]
     assert found is not None
     return found.kwargs
@@ -78,7 +77,6 @@ def _stated(given: Mapping[str, Any], name: str) -> Any:
 
 
 def _source(value: Any) -> Any:
-    """What a value is the same as."""
     while isinstance(value, torch.fx.Node) and value.target in _SAME:
         value = value.args[0]
     return value

@@ -119,7 +119,6 @@ class _AllRows:
     # What chooses rows.
 
     def _mask(self, node: torch.fx.Node, size: Any) -> Mask:
-        """The mask that chooses `size` rows."""
         shape = tuple(node.meta["val"].shape)
         known = self._masks.get(symbol_of(size))
         if known is not None and not same(known.of, node):
@@ -263,8 +262,6 @@ class _AllRows:
         return self._again(node, [safe if number == position else arg for number, arg in enumerate(args_of(node))])
 
     def _again(self, node: torch.fx.Node, args: Any) -> torch.fx.Node:
-        """The node, of all rows."""
-
         def meant(arg: Any) -> Any:
             if not isinstance(arg, torch.fx.Node) or arg.graph is self._to.graph:
                 return arg

@@ -182,8 +182,6 @@ def _multiplied(node: torch.fx.Node, importer: Any, apply: Callable[..., relax.E
 
 
 def _of_both(apply: Callable[..., relax.Expr]) -> Convert:
-    """A sum or a difference, part by part."""
-
     def converted(node: torch.fx.Node, importer: Any) -> Pair:
         if node.kwargs.get("alpha", 1) != 1:
             refuse("a sum of complex numbers with alpha", fix="multiply first")
@@ -226,7 +224,6 @@ def any_operator(node: torch.fx.Node, importer: Any) -> Any:
 
 
 def _split(node: torch.fx.Node, importer: Any) -> list[Pair]:
-    """Parts of the given sizes along a dim."""
     _, sizes, dim = arguments(node, importer, 2, dim=0)
     pair, ends = pair_of(importer, node.args[0]), [*accumulate(sizes)][:-1]
     if not ends:
@@ -236,7 +233,6 @@ def _split(node: torch.fx.Node, importer: Any) -> list[Pair]:
 
 
 def _field(node: torch.fx.Node, importer: Any) -> Any:
-    """One of several results."""
     several, number = node.args
     return importer.env[several][number]
 
@@ -285,8 +281,6 @@ def _dtype_of_parts(node: torch.fx.Node) -> str:
 
 
 def _fft(kind: str) -> Convert:
-    """A Fourier transform."""
-
     def converted(node: torch.fx.Node, importer: Any) -> Any:
         source, dims, normalization, option = node.args
         x = importer.env[source] if kind == "r2c" else _stacked(importer, pair_of(importer, source))

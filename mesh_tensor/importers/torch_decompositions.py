@@ -129,7 +129,6 @@ class _Decomposition:
     def _call(
         self, module: torch.fx.GraphModule, node: torch.fx.Node, graph: torch.fx.Graph, place: dict[Any, Any]
     ) -> Any:
-        """What a call gives, in the graph."""
         args: Any = node.args
         if node.target in INLINED:
             name, operands = INLINED[node.target](args)

@@ -96,7 +96,6 @@ def _leading(last: int) -> Keeps:
 
 
 def _before_last(node: torch.fx.Node, along: Along, result: int) -> bool:
-    """Rows of operands before their last two dims."""
     return all(dim < _ndim(operand) - 2 for operand, dim in along.items())
 
 

@@ -237,7 +237,6 @@ class Larger:
 
 
 def _is_equal(one: Value, other: Value) -> bool:
-    """Whether two constants are the same."""
     if one.data is None or other.data is None or one.type != other.type:
         return False
     return bool((one.data.data.numpy() == other.data.data.numpy()).all())

@@ -74,7 +74,6 @@ def _pays(node: Node, graph: Graph, atoms: Atoms, layouts: Layouts) -> bool:
 
 
 def _wide(dtype: str) -> str:
-    """The dtype in which rows are summed."""
     return "float32" if dtype in NARROW else dtype
 
 

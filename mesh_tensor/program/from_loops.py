@@ -65,7 +65,6 @@ class Loops:
         return LoopStep(body, loop.count, test, goes_on, tuple(carried), tuple(stacked), loop.where)
 
     def _program(self, name: str, steps: Sequence[Step], results: Iterable[str]) -> Program:
-        """A program that makes these results."""
         written = {name for step in steps for name in step.writes}
         named = [*(name for step in steps for name in step.uses), *results]
         taken = dict.fromkeys(name for name in named if name not in written)

@@ -65,7 +65,6 @@ class Region:
         return tuple([self._terms.term(at) for at in zip(*(place.numbers for place in places), strict=True)])
 
     def _check(self, sizes: Sizes, plan: ModulePlan) -> None:
-        """The plan within is what the corners say."""
         values, more = self._terms.at(sizes), self._beside.at(sizes)
         if values is None or more is None or _flops_beside(plan) != [more[slot] for slot in self._more]:
             raise NotRegionError
@@ -245,4 +244,5 @@ def _port(port: Port, numbers: Sequence[int]) -> Port:
 
 
 def _check(check: IndexCheck, numbers: Sequence[int]) -> IndexCheck:
+    return replace(check, size=numbers[0], lowest=numbers[1])
     return replace(check, size=numbers[0], lowest=numbers[1])

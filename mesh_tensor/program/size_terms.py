@@ -140,7 +140,6 @@ def divisions(func: relax.Function, symbols: Sequence[str]) -> Divisions | None:
 
 
 def _value(expr: tirx.PrimExpr, sizes: Mapping[str, int]) -> int:
-    """A size, for those of the symbols."""
     if isinstance(expr, tirx.Var):
         return sizes[expr.name]
     if isinstance(expr, tirx.IntImm):

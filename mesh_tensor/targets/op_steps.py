@@ -294,7 +294,6 @@ def _refuse_failed(step: OpStep, call: TileCall, error: Exception) -> NoReturn:
 
 
 def _valid(step: OpStep, program: Program, rank: int) -> tuple[Valid, ...]:
-    """What is no padding of each operand's tile."""
     values = [program.values[name] for name in step.args]
     return tuple(Valid(v.tile_shape, tuple(v.sharding.valid_extent(v.shape, rank))) for v in values)
 

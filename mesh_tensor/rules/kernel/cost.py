@@ -244,7 +244,6 @@ def _flops_function(
 
 
 def _flops(statement: Statement) -> int:
-    """Of one run of the statement."""
     record = statement.tile_op
     if record is not None:
         return record.flops

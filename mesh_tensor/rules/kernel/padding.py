@@ -198,7 +198,6 @@ class Padding:
         return self._value(statement.values[0], _Place(statement, form))  # if it runs at all
 
     def _written(self, statement: Statement) -> Content:
-        """What the statement writes past the end."""
         record = statement.tile_op
         if isinstance(record, tile_ops.Copy):
             return self._access(statement.reads[0], statement)

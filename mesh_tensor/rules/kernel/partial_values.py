@@ -236,7 +236,6 @@ class PartialValues:
 
 
 def _sets_neutral(statement: Statement, op: str) -> bool:
-    """Whether the statement sets what it writes to `op`'s neutral element."""
     if statement.op is not None or not statement.values:
         return False
     if statement.tile_op is not None and statement.tile_op.value is None:

@@ -265,7 +265,6 @@ def _first_errors(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _kept(source: Path) -> Path:
-    """A copy of the source that stays."""
     try:
         handle, kept = tempfile.mkstemp(prefix="mesh_tensor-", suffix=".cpp")
         os.close(handle)

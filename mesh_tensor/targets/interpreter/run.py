@@ -46,8 +46,6 @@ def interpret(func: tirx.PrimFunc, args: Sequence[Argument], *, poison: bool = F
 
 @dataclass(frozen=True)
 class _Program:
-    """A compiled function."""
-
     name: str
     size: int
     params: tuple[Callable[[Frame, Any], None], ...]
