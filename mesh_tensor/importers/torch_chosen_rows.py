@@ -15,20 +15,9 @@ from torch.fx.node import map_aggregate
 
 from .torch_decompositions import DecomposedProgram
 from .torch_program import ASSERTIONS, depends_on_data
+from .torch_put_rows import without_rows
 from .torch_row_by_row import is_smooth, keeps_rows
-from .torch_rows_graph import (
-    Along,
-    Mask,
-    OtherError,
-    RowsGraph,
-    args_of,
-    is_open,
-    rows_of,
-    same,
-    symbol_of,
-    tensors_of,
-    without_rows,
-)
+from .torch_rows_graph import Along, Mask, OtherError, RowsGraph, args_of, is_open, rows_of, same, symbol_of, tensors_of
 
 _aten = torch.ops.aten
 _SIZED = {
@@ -119,6 +108,7 @@ class _AllRows:
     # What chooses rows.
 
     def _mask(self, node: torch.fx.Node, size: Any) -> Mask:
+        """The mask that chooses `size` rows."""
         shape = tuple(node.meta["val"].shape)
         known = self._masks.get(symbol_of(size))
         if known is not None and not same(known.of, node):
@@ -262,6 +252,8 @@ class _AllRows:
         return self._again(node, [safe if number == position else arg for number, arg in enumerate(args_of(node))])
 
     def _again(self, node: torch.fx.Node, args: Any) -> torch.fx.Node:
+        """The node, of all rows."""
+
         def meant(arg: Any) -> Any:
             if not isinstance(arg, torch.fx.Node) or arg.graph is self._to.graph:
                 return arg

@@ -17,7 +17,8 @@ from mesh_tensor.lowering.local_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
 from mesh_tensor.plan.counted_places import counted_slices
 from mesh_tensor.plan.expansions import expand, refined_annotations, refinements, regroup_sums, with_merged_dims
-from mesh_tensor.plan.explicit import ExplicitGraph, Run, gathered_first, left_partial
+from mesh_tensor.plan.explicit import ExplicitGraph, Run, left_partial
+from mesh_tensor.plan.gathers import gathered_first
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph, Interleaved, leaves
 from mesh_tensor.plan.orders import IndexCheck, index_checks

@@ -1,95 +1,25 @@
-"""What may be said of a running maximum: that it is no longer the lowest value after any block, and which sums need
-not be scaled to that of the last one.
+"""Whether every row has something that counts in every block that a loop handles.
 
-Where every row has something that counts in every block, nothing but infinite data is ever taken from the lowest value,
-and it does not matter which blocks a loop skips.
-
-A state whose sums are scaled to the maximum of one block, whichever was the last, says the same relative to any other
-number: devices take theirs to the largest of their maxima. That is no other result if the number cancels in all that is
-made of the state: the statements after the loop are followed (`iterations`) with `l = L * 2 ** (-rate * m)`, and what
-leaves them has to hold no m.
-"""
+A running maximum then is no longer the lowest value after whichever block is the first, so that nothing but infinite
+data is ever taken from the lowest value, and it does not matter which blocks a loop skips."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from tvm import tirx
 
 from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import is_const, loads, nodes, same_expression
 from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Fill, Gemm, Reduce
 
-from .coordinates import Coordinates
-from .factors import Factor
 from .iterations import Iteration
 from .live_ranges import LiveRange
-from .state_values import Atom, Level, Part, StateValue, independent, power
-from .statements import Access, Kernel, Loop, Statement, without_binds
-
-
-def reference(live_range: LiveRange) -> StateValue:
-    """A number for every row, of which nothing is known."""
-    return StateValue({Atom.make(("before", live_range), _dims(live_range)): 1.0})
-
-
-def relative(of: LiveRange, place: tuple[Linear, ...], rate: float) -> StateValue:
-    """Something times `2 ** (-rate * of)`."""
-    atom = Atom.make(("before", of), place)
-    return StateValue({}, {(power({atom: -rate}), None): Part(Level.FIXED)})
-
-
-def _dims(live_range: LiveRange) -> list[Linear]:
-    return [Linear({dim: 1}) for dim in range(len(live_range.buffer.shape))]
-
-
-def references_cancel(
-    kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop, left: Mapping[LiveRange, StateValue]
-) -> bool:
-    """Whether no statement makes anything of what the loop left that depends on its references."""
-    after = _Aftermath(kernel, coordinates, factor, loop, left=left)
-    top = next(s.top for s in kernel.statements if loop.var in s.vars)
-    beside = [s for s in kernel.statements if s.top == top and loop.var not in s.vars]
-    touched = {coordinates.ranges.of(a) for s in beside for a in s.accesses}
-    return not after.shows and not touched & left.keys()
-
-
-class _Aftermath(Iteration):
-    """The statements after a loop. `shows`: whether one may leave what depends on a reference."""
-
-    shows = False
-
-    def _run(self, statement: Statement) -> None:
-        target = None if statement.write is None else self.coordinates.ranges.of(statement.write)
-        was_free = target is not None and (target not in self.env or self._is_free(target))
-        super()._run(statement)
-        if statement not in self.uses:
-            if target is not None and not target.is_param and was_free:
-                self.env[target] = independent(Level.FIXED)
-            return
-        self.shows |= target is None or not self._passes_on(statement, target)
-
-    def _passes_on(self, statement: Statement, target: LiveRange) -> bool:
-        """Whether the statement does nothing with what depends on references but to leave it in its target, where that
-        is followed."""
-        around = {r for index in statement.target.indices for r in self.loads_in(index)}
-        if statement.unknown or statement.may_be_skipped or not self.runs_alike(statement):
-            return False
-        if around & self.uses[statement].keys():
-            return False
-        if target.buffer.name in self.kernel.own:
-            return True  # what of this kernel is handed on, with its reference
-        if target.is_param:
-            made = self._operand(statement)
-            return made is not None and made.part is not None
-        # what one iteration leaves to the next is not followed
-        own = [(s, {v for form in write.forms if form is not None for v in form.terms}) for s, write in target.writes]
-        return not any(x.var in target.carried - indexed for s, indexed in own if s in self.body for x in s.loops)
-
+from .statements import Access, Kernel, Statement, without_binds
 
 _FINITE = (tirx.Var, tirx.BufferLoad, tirx.Cast, tirx.Add, tirx.Sub, tirx.Mul, tirx.Min, tirx.Max, tirx.Select)
 _FINITE_OPS = frozenset(f"tirx.{name}" for name in ("if_then_else", "tanh", "sigmoid", "exp", "exp2", "fabs"))

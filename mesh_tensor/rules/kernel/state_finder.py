@@ -23,9 +23,10 @@ from mesh_tensor.tir.rewrite import number
 
 from .coordinates import Coordinates
 from .factors import Factor
-from .finite_blocks import has_finite_blocks, reference, references_cancel, relative
+from .finite_blocks import has_finite_blocks
 from .iterations import Iteration
 from .live_ranges import LiveRange
+from .references import reference, references_cancel, relative
 from .state_values import Atom, Level, Part, StateValue, Terms, add_rates, independent
 from .statements import Kernel, Loop, Statement, is_load_of, lowest_or
 from .states import LogSum, RunningMax, ScaledSum, State
