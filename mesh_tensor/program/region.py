@@ -245,4 +245,3 @@ def _port(port: Port, numbers: Sequence[int]) -> Port:
 
 def _check(check: IndexCheck, numbers: Sequence[int]) -> IndexCheck:
     return replace(check, size=numbers[0], lowest=numbers[1])
-    return replace(check, size=numbers[0], lowest=numbers[1])
