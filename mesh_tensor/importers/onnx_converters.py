@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import operator
 from collections.abc import Callable, Mapping
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from tvm import ir, relax, tirx
@@ -17,6 +17,8 @@ from mesh_tensor.tir.prover import Prover
 
 # Of operands and options, what an operator makes; None where TVM's conversion is right.
 Conversion = Callable[[relax.BlockBuilder, Any, Mapping[str, Any]], relax.Expr | None]
+_Op = Callable[[relax.Expr, relax.Expr], relax.Expr]
+_OfSizes = Callable[[tirx.PrimExpr, tirx.PrimExpr], "tirx.PrimExpr | None"]
 
 
 def _shape(builder: relax.BlockBuilder, operands: Any, options: Mapping[str, Any]) -> relax.Expr:
@@ -40,13 +42,9 @@ def _reshape(builder: relax.BlockBuilder, operands: Any, options: Mapping[str, A
     return None
 
 
-def _of_all(op: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> Conversion:
+def _of_all(op: _Op, builder: relax.BlockBuilder, operands: Any, options: Mapping[str, Any]) -> relax.Expr:
     """One operand after the other. (Of constants, TVM's importer takes the second one for an axis.)"""
-
-    def converted(builder: relax.BlockBuilder, operands: Any, options: Mapping[str, Any]) -> relax.Expr:
-        return reduce(lambda a, b: builder.normalize(op(a, b)), operands)
-
-    return converted
+    return reduce(lambda a, b: builder.normalize(op(a, b)), operands)
 
 
 def _mean(builder: relax.BlockBuilder, operands: Any, options: Mapping[str, Any]) -> relax.Expr:
@@ -55,30 +53,24 @@ def _mean(builder: relax.BlockBuilder, operands: Any, options: Mapping[str, Any]
     return relax.op.divide(total, relax.const(len(operands), total.struct_info.dtype))
 
 
-def _compared(op: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> Conversion:
+def _compared(op: _Op, builder: relax.BlockBuilder, operands: Any, options: Mapping[str, Any]) -> relax.Expr | None:
     """Of constants a bool, for which TVM's importer gives the dtype of what is compared."""
-
-    def converted(builder: relax.BlockBuilder, operands: Any, options: Mapping[str, Any]) -> relax.Expr | None:
-        return op(*operands) if all(isinstance(each, relax.Constant) for each in operands) else None
-
-    return converted
+    return op(*operands) if all(isinstance(each, relax.Constant) for each in operands) else None
 
 
-def _of_sizes(op: Callable[[tirx.PrimExpr, tirx.PrimExpr], tirx.PrimExpr | None]) -> Conversion:
+def _of_sizes(
+    op: _OfSizes, builder: relax.BlockBuilder, operands: Any, options: Mapping[str, Any]
+) -> relax.Expr | None:
     """Of open sizes, or such and numbers, element by element."""
-
-    def converted(builder: relax.BlockBuilder, operands: Any, options: Mapping[str, Any]) -> relax.Expr | None:
-        values = [_sizes(each) for each in operands]
-        if any(each is None for each in values) or all(_is_number(size) for each in values for size in each or ()):
-            return None
-        length = max(len(each or ()) for each in values)
-        pairs = zip(*(each * length if len(each) == 1 else each for each in values if each), strict=True)
-        made = [op(a, b) for a, b in pairs]
-        if any(each is None for each in made):
-            return None
-        return relax.ShapeExpr(made) if any(map(_is_vector, operands)) else relax.PrimValue(made[0])
-
-    return converted
+    values = [_sizes(each) for each in operands]
+    if any(each is None for each in values) or all(_is_number(size) for each in values for size in each or ()):
+        return None
+    length = max(len(each or ()) for each in values)
+    pairs = zip(*(each * length if len(each) == 1 else each for each in values if each), strict=True)
+    made = [op(a, b) for a, b in pairs]
+    if any(each is None for each in made):
+        return None
+    return relax.ShapeExpr(made) if any(map(_is_vector, operands)) else relax.PrimValue(made[0])
 
 
 def _quotient(a: tirx.PrimExpr, b: tirx.PrimExpr) -> tirx.PrimExpr | None:
@@ -139,22 +131,22 @@ def _is_number(size: tirx.PrimExpr) -> bool:
 
 
 SIMPLE: dict[str, Conversion] = {
-    "Add": _of_sizes(operator.add),
-    "Div": _of_sizes(_quotient),
+    "Add": partial(_of_sizes, operator.add),
+    "Div": partial(_of_sizes, _quotient),
     "Equal": _equal,
     "Gather": _gather,
-    "Greater": _compared(relax.op.greater),
-    "GreaterOrEqual": _compared(relax.op.greater_equal),
-    "Less": _compared(relax.op.less),
-    "LessOrEqual": _compared(relax.op.less_equal),
-    "Max": _of_all(relax.op.maximum),
+    "Greater": partial(_compared, relax.op.greater),
+    "GreaterOrEqual": partial(_compared, relax.op.greater_equal),
+    "Less": partial(_compared, relax.op.less),
+    "LessOrEqual": partial(_compared, relax.op.less_equal),
+    "Max": partial(_of_all, relax.op.maximum),
     "Mean": _mean,
-    "Min": _of_all(relax.op.minimum),
-    "Mul": _of_sizes(operator.mul),
+    "Min": partial(_of_all, relax.op.minimum),
+    "Mul": partial(_of_sizes, operator.mul),
     "Reshape": _reshape,
     "Shape": _shape,
-    "Sub": _of_sizes(operator.sub),
-    "Sum": _of_all(relax.op.add),
+    "Sub": partial(_of_sizes, operator.sub),
+    "Sum": partial(_of_all, relax.op.add),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -181,15 +182,12 @@ def _multiplied(node: torch.fx.Node, importer: Any, apply: Callable[..., relax.E
     return Pair(real, emit(importer, op.add(times(a.real, b.imag), times(a.imag, b.real))))
 
 
-def _of_both(apply: Callable[..., relax.Expr]) -> Convert:
-    def converted(node: torch.fx.Node, importer: Any) -> Pair:
-        if node.kwargs.get("alpha", 1) != 1:
-            refuse("a sum of complex numbers with alpha", fix="multiply first")
-        a, b = (_operand(node, importer, place) for place in range(2))
-        first, second = (_whole(importer, one, other) for one, other in ((a, b), (b, a)))
-        return Pair(emit(importer, apply(first.real, second.real)), emit(importer, apply(first.imag, second.imag)))
-
-    return converted
+def _of_both(apply: Callable[..., relax.Expr], node: torch.fx.Node, importer: Any) -> Pair:
+    if node.kwargs.get("alpha", 1) != 1:
+        refuse("a sum of complex numbers with alpha", fix="multiply first")
+    a, b = (_operand(node, importer, place) for place in range(2))
+    first, second = (_whole(importer, one, other) for one, other in ((a, b), (b, a)))
+    return Pair(emit(importer, apply(first.real, second.real)), emit(importer, apply(first.imag, second.imag)))
 
 
 def _whole(importer: Any, value: Any, other: Any) -> Pair:
@@ -280,28 +278,25 @@ def _dtype_of_parts(node: torch.fx.Node) -> str:
     return "float64" if node.meta["val"].dtype == torch.complex128 else "float32"
 
 
-def _fft(kind: str) -> Convert:
-    def converted(node: torch.fx.Node, importer: Any) -> Any:
-        source, dims, normalization, option = node.args
-        x = importer.env[source] if kind == "r2c" else _stacked(importer, pair_of(importer, source))
-        meant = node.meta["val"]
-        shape = [*meant.shape, *([2] if kind != "c2r" else [])]
-        dims = [dim % meant.dim() for dim in dims]  # type: ignore[union-attr]
-        made = emit(importer, fft_call(x, kind, dims, normalization, int(option), shape))  # type: ignore[arg-type]
-        return made if kind == "c2r" else _apart(importer, made)
-
-    return converted
+def _fft(kind: str, node: torch.fx.Node, importer: Any) -> Any:
+    source, dims, normalization, option = node.args
+    x = importer.env[source] if kind == "r2c" else _stacked(importer, pair_of(importer, source))
+    meant = node.meta["val"]
+    shape = [*meant.shape, *([2] if kind != "c2r" else [])]
+    dims = [dim % meant.dim() for dim in dims]  # type: ignore[union-attr]
+    made = emit(importer, fft_call(x, kind, dims, normalization, int(option), shape))  # type: ignore[arg-type]
+    return made if kind == "c2r" else _apart(importer, made)
 
 
 COMPLEX: dict[str, Convert] = {
     **dict.fromkeys(("_conj.default", "conj_physical.default"), _conjugate),
-    **{f"_fft_{kind}.default": _fft(kind) for kind in ("c2c", "c2r", "r2c")},
+    **{f"_fft_{kind}.default": partial(_fft, kind) for kind in ("c2c", "c2r", "r2c")},
     **dict.fromkeys(("alias.default", "clone.default", "detach.default", "resolve_conj.default"), _same),
     **dict.fromkeys(("bmm.default", "matmul.default", "mm.default"), _matrix_product),
     **dict.fromkeys(("empty.memory_format", "zeros.default", "zeros_like.default"), _filled),
     **dict.fromkeys(("ones.default", "ones_like.default", "full.default", "full_like.default"), _filled),
     "_to_copy.default": _of_floats,
-    "add.Tensor": _of_both(op.add),
+    "add.Tensor": partial(_of_both, op.add),
     "complex.default": _complex,
     "copy.default": _copied,
     "div.Tensor": _quotient,
@@ -310,7 +305,7 @@ COMPLEX: dict[str, Convert] = {
     "polar.default": _polar,
     "scalar_tensor.default": _filled,
     "split_with_sizes.default": _split,
-    "sub.Tensor": _of_both(op.subtract),
+    "sub.Tensor": partial(_of_both, op.subtract),
     "view_as_complex.default": _view_as_complex,
     "view_as_real.default": _view_as_real,
 }

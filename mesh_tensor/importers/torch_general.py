@@ -6,6 +6,7 @@ Convolutions and averages of windows, as Relax operators.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,15 +65,11 @@ def any_call(node: torch.fx.Node, importer: Any, operand: Callable[[torch.fx.Nod
     return _called(ANY, text, tensors, node, importer, [operand(tensor) for tensor in tensors])
 
 
-def with_its_gradient(otherwise: Convert) -> Convert:
+def with_its_gradient(otherwise: Convert, node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Torch's own operator where it is of floats, and of no symbolic size; else what another function makes of it."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        sized = any(not isinstance(operand.meta.get("val"), torch.Tensor) for operand in node.all_input_nodes)
-        own = node.meta["val"].dtype.is_floating_point and not sized
-        return (any_operator if own else otherwise)(node, importer)
-
-    return converted
+    sized = any(not isinstance(operand.meta.get("val"), torch.Tensor) for operand in node.all_input_nodes)
+    own = node.meta["val"].dtype.is_floating_point and not sized
+    return (any_operator if own else otherwise)(node, importer)
 
 
 def of_tvm_or_torch(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -83,7 +80,7 @@ def of_tvm_or_torch(node: torch.fx.Node, importer: Any) -> relax.Expr:
 def divided(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A quotient, rounded or not: floats that are rounded have no gradient, not that of a quotient."""
     rounded = node.kwargs.get("rounding_mode") is not None
-    return (with_its_gradient(divide_rounded) if rounded else divide_rounded)(node, importer)
+    return (partial(with_its_gradient, divide_rounded) if rounded else divide_rounded)(node, importer)
 
 
 def cross_entropy_of_two(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -156,10 +153,10 @@ def grouped(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, grouped_call(x, weight, ends, result_dtype(node)))
 
 
-GENERAL = {
+GENERAL: dict[str, Convert] = {
     **{name.removeprefix("aten."): general for name in ATEN},
-    **{f"{name}.default": with_its_gradient(of_tvm_or_torch) for name in WITH_GRADIENTS},
-    "clamp.Tensor": with_its_gradient(clamp),
+    **{f"{name}.default": partial(with_its_gradient, of_tvm_or_torch) for name in WITH_GRADIENTS},
+    "clamp.Tensor": partial(with_its_gradient, clamp),
     "div.Tensor_mode": divided,
     "binary_cross_entropy.default": cross_entropy_of_two,
     "_grouped_mm.default": grouped,

@@ -6,6 +6,7 @@ Each function takes the fx node and TVM's importer (`env`: node -> Relax value; 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,17 +54,13 @@ KEPT = (
 )
 
 
-def with_alpha(op: Convert) -> Convert:
+def with_alpha(op: Convert, node: torch.fx.Node, importer: Any) -> relax.Expr:
     """a + alpha * b, or a - alpha * b, in the result's dtype. TVM's conversion leaves alpha out."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        alpha = node.kwargs.get("alpha", 1)
-        if alpha == 1:
-            return promoting(op)(node, importer)
-        a, b = (in_result_dtype(node, importer, operand) for operand in arguments(node, importer, 2))
-        return emit(importer, op(a, _scaled(importer, b, alpha)))
-
-    return converted
+    alpha = node.kwargs.get("alpha", 1)
+    if alpha == 1:
+        return promoting(op, node, importer)
+    a, b = (in_result_dtype(node, importer, operand) for operand in arguments(node, importer, 2))
+    return emit(importer, op(a, _scaled(importer, b, alpha)))
 
 
 def flip(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -225,9 +222,9 @@ CONVERTERS: dict[str, Convert] = {
     **STRIDED,
     **GENERAL,
     "_native_batch_norm_legit_functional.default": batch_norm,
-    "_native_batch_norm_legit.no_stats": widening(of_tvm),
-    "_native_batch_norm_legit_no_training.default": widening(of_tvm),
-    "add.Tensor": with_alpha(relax.op.add),
+    "_native_batch_norm_legit.no_stats": partial(widening, of_tvm),
+    "_native_batch_norm_legit_no_training.default": partial(widening, of_tvm),
+    "add.Tensor": partial(with_alpha, relax.op.add),
     "addmm.default": addmm,
     "bilinear.default": bilinear,
     "bmm.default": matmul,
@@ -235,14 +232,14 @@ CONVERTERS: dict[str, Convert] = {
     "detach.default": detach,
     "embedding.default": embedding,
     "flip.default": flip,
-    "group_norm.default": widening(group_norm),
-    "layer_norm.default": widening(layer_norm),
+    "group_norm.default": partial(widening, group_norm),
+    "layer_norm.default": partial(widening, layer_norm),
     "linear.default": linear,
     "matmul.default": matmul,
     "mm.default": matmul,
-    "rms_norm.default": widening(rms_norm),
+    "rms_norm.default": partial(widening, rms_norm),
     "scaled_dot_product_attention.default": attention,
-    "sub.Tensor": with_alpha(relax.op.subtract),
+    "sub.Tensor": partial(with_alpha, relax.op.subtract),
     "var.correction": variance,
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import sympy
@@ -196,14 +197,10 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
     return torch.where(hit.reshape([-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]), value.to(x.dtype), x)
 
 
-def _from_start(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _from_start(op: Callable[..., Tensor], x: Tensor, dim: int, index: Tensor, *more: Any, **options: Any) -> Tensor:
     """What torch makes of an operator of (x, dim, index, ...) whose index takes no negative rows: these are too large
     here, and refused. (Torch's own way counts them from the end.)"""
-
-    def made_of(x: Tensor, dim: int, index: Tensor, *more: Any, **options: Any) -> Tensor:
-        return op(x, dim, torch.where(index < 0, torch.iinfo(index.dtype).max, index), *more, **options)
-
-    return made_of
+    return op(x, dim, torch.where(index < 0, torch.iinfo(index.dtype).max, index), *more, **options)
 
 
 def _max_unpool(x: Tensor, indices: Tensor, output_size: Sequence[int], *_: Any) -> Tensor:
@@ -238,8 +235,8 @@ OWN_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.margin_ranking_loss.default: _margin_ranking,
     _aten.cosine_embedding_loss.default: _cosine_embedding,
     _aten.multilabel_margin_loss_forward.default: _multilabel_margin,
-    _aten.index_add.default: _from_start(index_add),
-    _aten.index_copy.default: _from_start(index_copy),
+    _aten.index_add.default: partial(_from_start, index_add),
+    _aten.index_copy.default: partial(_from_start, index_copy),
     _aten.index_fill.int_Tensor: _index_fill,
     _aten.max_unpool2d.default: _max_unpool,
     _aten.max_unpool3d.default: _max_unpool,

@@ -61,7 +61,7 @@ class Port:
     dtype: str
     dims: tuple[Sizes, ...]
     sharding: Sharding
-    order: Interleaved | None
+    order: Interleaved | None = None
 
 
 @dataclass(frozen=True, eq=False)
