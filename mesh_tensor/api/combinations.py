@@ -19,9 +19,9 @@ from mesh_tensor.lowering.cut import make_param, part_of
 from mesh_tensor.lowering.original_dims import rule
 from mesh_tensor.lowering.pipeline import read
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
-from mesh_tensor.rules.kernel.replaced_states import Stated
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import body_statements
+from mesh_tensor.rules.kernel.states import Stated
 from mesh_tensor.targets.interpreter import interpret
 from mesh_tensor.tir.effects import pointers, written
 from mesh_tensor.tir.grids import grids_of

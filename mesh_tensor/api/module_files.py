@@ -56,16 +56,18 @@ def save(run: MeshModule, folder: str | os.PathLike[str]) -> None:
             f"save takes a MeshModule, not {type(run).__name__}",
             fix=_OTHERWISE.get(type(run).__name__, "pass what mt.distribute_module gave of a module"),
         )
-    path = (
-        Path(folder)
-        if isinstance(folder, (str, os.PathLike))
-        else refuse(f"the folder is {shown(folder)}", fix="pass its path")
-    )
+    path = _path(folder)
     state = run.state_dict(full=False)
     first: dict[int, str] = {}
     state = {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
     entries = run.on_all_ranks("what is saved", lambda rank: _write(path, state, rank))
     run.on_all_ranks("the index of what is saved", lambda rank: _finish(run, path, entries) if rank == 0 else None)
+
+
+def _path(folder: str | os.PathLike[str]) -> Path:
+    if not isinstance(folder, (str, os.PathLike)):
+        refuse(f"the folder is {shown(folder)}", fix="pass its path")
+    return Path(folder)
 
 
 def _write(path: Path, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -157,11 +159,7 @@ def load(
     Raises:
         MeshTensorError: files are missing or damaged, or the layouts don't fit the mesh.
     """
-    path = (
-        Path(folder)
-        if isinstance(folder, (str, os.PathLike))
-        else refuse(f"the folder is {shown(folder)}", fix="pass its path")
-    )
+    path = _path(folder)
     if "weights" in options:
         refuse(
             "weights are given for a module with weights of its own",

@@ -86,9 +86,7 @@ class Constants:
         if donate and isinstance(weights, MutableMapping):
             for name in there:
                 del weights[name]
-        if donate:
-            return weights
-        return {name: weights[name] for name in weights if name not in there}
+        return weights if donate else {name: weights[name] for name in weights if name not in there}
 
 
 def _writes(tensor: torch.Tensor) -> int:

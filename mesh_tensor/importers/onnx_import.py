@@ -281,6 +281,4 @@ def _random(param: ModuleParam, sizes: Mapping[str, int]) -> torch.Tensor:
     """Normal numbers; whole ones are 0 or 1, which are positions of most things."""
     shape = [size if isinstance(size, int) else sizes.get(str(size), 1) for size in param.shape]
     dtype = torch_dtype(param.dtype)
-    if dtype.is_floating_point:
-        return torch.randn(shape).to(dtype)
-    return torch.randint(2, shape).to(dtype)
+    return (torch.randn(shape) if dtype.is_floating_point else torch.randint(2, shape)).to(dtype)

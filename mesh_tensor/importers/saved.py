@@ -17,11 +17,12 @@ from tvm import ir, relax, tirx
 
 from mesh_tensor.annotations.combination import states_combinations
 from mesh_tensor.annotations.names import check_module
-from mesh_tensor.base.errors import listing, refuse, shown
+from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.version import __version__
 
 from .saved_json import BadModule, checked, parse
 from .saved_probe import FileForm, tried
+from .weight_files import checked_path
 
 #: Of the header that save_module writes, under the key `mesh_tensor`.
 FORMAT = 1
@@ -38,7 +39,7 @@ def save_module(mod: ir.IRModule, path: str | os.PathLike[str]) -> None:
         MeshTensorError: `mod` is no module, the file's name does not end in .json, or it can't be written.
     """
     check_module(mod, "save_module")
-    path = _checked_path(path, "save_module")
+    path = checked_path(path, "save_module")
     if path.suffix != ".json":
         refuse(f"{str(path)!r} does not end in .json", fix="name it so: load_module goes by that")
     document = json.loads(ir.save_json(mod))
@@ -69,7 +70,7 @@ def load_module(path: str | os.PathLike[str], *, format: FileForm | None = None,
         MeshTensorError: there is no such file, it is damaged, it holds no module or several, it is TVMScript that is
             not trusted, or it is of a format that this TVM can't read.
     """
-    path = _checked_path(path, "load_module")
+    path = checked_path(path, "load_module")
     kind = _format_of(path, format)
     if not path.is_file():
         refuse(f"there is no file {str(path)!r}", fix="pass the path of a saved module")
@@ -91,12 +92,6 @@ def load_module(path: str | os.PathLike[str], *, format: FileForm | None = None,
     if not isinstance(loaded, ir.IRModule):
         refuse(f"{str(path)!r} holds a {type(loaded).__name__}, which is no module", fix=_FIX)
     return loaded
-
-
-def _checked_path(path: object, what: str) -> Path:
-    if not isinstance(path, (str, os.PathLike)):
-        refuse(f"the path is {shown(path)}, which is no path", where=what, fix="give a text or a pathlib.Path")
-    return Path(path)
 
 
 def _format_of(path: Path, given: str | None) -> FileForm:

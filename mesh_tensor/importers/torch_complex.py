@@ -79,9 +79,7 @@ def pair_of(importer: Any, value: Any) -> Pair:
         stacked = _holds_complex(value) and not isinstance(importer.env[value], Pair)
         value = importer.env[value]
         return _apart(importer, value) if stacked else pair_of(importer, value)
-    if isinstance(value, Pair):
-        return value
-    return Pair(value, emit(importer, op.zeros_like(value)))
+    return value if isinstance(value, Pair) else Pair(value, emit(importer, op.zeros_like(value)))
 
 
 def _apart(importer: Any, stacked: relax.Expr) -> Pair:

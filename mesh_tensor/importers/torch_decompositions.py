@@ -153,9 +153,7 @@ class _Decomposition:
                 return self._inlined(graph, inner, node, place)
             is_known = op_name(node) in self._names  # perhaps not with all options
             return self._copied(graph, node, place) if stays(node) and not is_known else _FAILED
-        if not self._is_known(node):
-            return _FAILED
-        return self._copied(graph, node, place)
+        return self._copied(graph, node, place) if self._is_known(node) else _FAILED
 
     def _with_graphs(
         self, module: torch.fx.GraphModule, node: torch.fx.Node, graph: torch.fx.Graph, place: dict[Any, Any]

@@ -252,11 +252,8 @@ def allow_constants() -> None:
 
 
 ASSERTIONS = {
-    _aten._assert_async.msg,
-    _aten._assert_scalar.default,
-    _aten._assert_tensor_metadata.default,
-    _aten.sym_constrain_range.default,
-    _aten.sym_constrain_range_for_size.default,
+    *(_aten._assert_async.msg, _aten._assert_scalar.default, _aten._assert_tensor_metadata.default),
+    *(_aten.sym_constrain_range.default, _aten.sym_constrain_range_for_size.default),
 }
 
 

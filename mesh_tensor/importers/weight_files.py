@@ -176,11 +176,7 @@ def open_weights(path: str | os.PathLike[str]) -> StoredWeights:
 
     >>> run = mt.distribute_module(module.mod, {"x": 2}, shardings, weights=mt.open_weights("model.safetensors"))
     """
-    if not isinstance(path, (str, os.PathLike)):
-        refuse(
-            f"the path is {shown(path)}, which is no path", where="open_weights", fix="give a text or a pathlib.Path"
-        )
-    path = Path(path)
+    path = checked_path(path, "open_weights")
     if path.is_file():
         return StoredWeights(_in_files([path]), str(path))
     if not path.is_dir():
@@ -202,6 +198,13 @@ def open_weights(path: str | os.PathLike[str]) -> StoredWeights:
     if not files:
         refuse(f"there is no file of safetensors in {str(path)!r}", fix="pass the folder that mt.save wrote")
     return StoredWeights(_in_files(files), str(path))
+
+
+def checked_path(path: object, what: str) -> Path:
+    """The path; refused where it is none."""
+    if not isinstance(path, (str, os.PathLike)):
+        refuse(f"the path is {shown(path)}, which is no path", where=what, fix="give a text or a pathlib.Path")
+    return Path(path)
 
 
 def write_weights(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -19,10 +19,10 @@ from tvm import tirx
 from mesh_tensor.base.reductions import neutral
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
-from mesh_tensor.rules.kernel.replaced_states import Best, Stated
 from mesh_tensor.rules.kernel.scans import Carried, Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, body_statements
+from mesh_tensor.rules.kernel.states import Best, Stated
 from mesh_tensor.tir.effects import changes_nothing
 from mesh_tensor.tir.loops import BACKWARD, is_backward
 from mesh_tensor.tir.rewrite import buffer_like, constant, exchange_buffers, fill, loop_like, over_elements, sequence

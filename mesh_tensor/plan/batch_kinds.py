@@ -295,9 +295,7 @@ def quotient(node: Node, made: Sum, quotients: str | None) -> Kind:
     was read off a part, and is larger for the whole batch."""
     if not made.by or made.elements % made.by or quotients == "sum":
         return made
-    if quotients == "mean":
-        return Mean()
-    return _ambiguous(node, made.by)
+    return Mean() if quotients == "mean" else _ambiguous(node, made.by)
 
 
 def _ambiguous(node: Node, number: int) -> Mixed:

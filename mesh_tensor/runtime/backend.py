@@ -132,9 +132,7 @@ def checked_kind(kind: Any, what: str) -> str:
 def put_away(value: Any, device: torch.device, kind: str, moved: Moved) -> Any:
     """A value that lies on a device, as it is kept in memory of this kind: itself, where that is the same. `moved`
     gives a value with other memory."""
-    if kind == DEVICE or _is_host(device):
-        return value
-    return PutAway(moved(value, _to_host), device)
+    return value if kind == DEVICE or _is_host(device) else PutAway(moved(value, _to_host), device)
 
 
 def fetched(value: Any, moved: Moved) -> Any:

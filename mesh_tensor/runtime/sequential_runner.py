@@ -33,9 +33,7 @@ _NOT_RUN = {
     "call_dps_packed": "packed functions are not known here",
     "call_tir_inplace": "it overwrites its operands",
     "call_py_func": "Python functions are not known here",
-    "make_closure": "closures are not supported",
-    "invoke_closure": "closures are not supported",
-    "invoke_pure_closure": "closures are not supported",
+    **dict.fromkeys(("make_closure", "invoke_closure", "invoke_pure_closure"), "closures are not supported"),
 }
 NOT_TORCH = (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError, ZeroDivisionError)
 

@@ -6,7 +6,7 @@ beside other things, all others beside their like. So layouts are planned for a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tvm import ir, tirx
@@ -50,28 +50,37 @@ class Strategy:
         return {name: dict(layout) for name, layout in self.layouts}
 
 
-class Evaluator:
-    """Strategies of one function on a machine; the same question is answered once. `planned` counts those that were
+class _Known:
+    """Strategies that were asked for: the same question is answered once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, Strategy | None] = {}
+
+    def strategy(self, mesh: Mesh, layouts: ParameterLayouts) -> Strategy | None:
+        """The strategy with these layouts; None if it can't be planned."""
+        named = tuple(sorted((name, tuple(sorted(layout.items()))) for name, layout in layouts.items() if layout))
+        if (mesh, named) not in self._known:
+            self._known[mesh, named] = self._evaluated(mesh, named)
+        return self._known[mesh, named]
+
+    def _evaluated(self, mesh: Mesh, named: NamedLayouts) -> Strategy | None:
+        raise NotImplementedError
+
+
+class Evaluator(_Known):
+    """Strategies of one function on a machine. `planned` counts those that were
     planned, `refused` those of them that can't be. Where four or more layers are alike, it is planned with two and with
     three of them, and what more take is what the third one does; `in_full` plans all. `graph`, `atoms` and
     the `manual` axes are those of the whole function."""
 
     def __init__(self, mod: ir.IRModule, function: str, machine: Machine) -> None:
+        super().__init__()
         self._whole = _Planned(mod, function, machine)
         self.graph, self.atoms, self.manual = self._whole.graph, self._whole.atoms, self._whole.manual
         small = [fewer for copies in (2, 3) if (fewer := fewer_layers(mod, function, {}, (), copies)) is not None]
         self._layers = small[0].layers if len(small) == 2 else 0
         self._few = [_Planned(fewer.module, function, machine) for fewer in small] if self._layers else []
-        self._known: dict[tuple, Strategy | None] = {}
         self.planned = 0
-
-    def strategy(self, mesh: Mesh, layouts: ParameterLayouts) -> Strategy | None:
-        """The strategy with these layouts; None if it can't be planned."""
-        named = _named(layouts)
-        key = (mesh, named)
-        if key not in self._known:
-            self._known[key] = self._evaluated(mesh, named)
-        return self._known[key]
 
     def learn(self, strategies: Iterable[Strategy]) -> None:
         """These need not be planned again."""
@@ -83,7 +92,7 @@ class Evaluator:
             return strategy
         key = (strategy.mesh, strategy.layouts)
         self.planned += 1
-        made = self._known[key] = self._whole.strategy(*key)
+        made = self._known[key] = _or_none(self._whole.made, *key)
         return made
 
     def refuse_whole(self, mesh: Mesh) -> None:
@@ -93,8 +102,8 @@ class Evaluator:
     def _evaluated(self, mesh: Mesh, named: NamedLayouts) -> Strategy | None:
         self.planned += 1
         if not self._few:
-            return self._whole.strategy(mesh, named)
-        two, three = (each.strategy(mesh, named) for each in self._few)
+            return _or_none(self._whole.made, mesh, named)
+        two, three = (_or_none(each.made, mesh, named) for each in self._few)
         return None if two is None or three is None else _deeper(two, three, self._layers - 2, named)
 
 
@@ -107,16 +116,9 @@ class _Planned:
         self._machine = machine
         self._values = {value.name: value for value in self.graph.params}
 
-    def strategy(self, mesh: Mesh, named: NamedLayouts) -> Strategy | None:
-        """What the layouts take; None if they can't be planned."""
-        try:
-            return self.made(mesh, named)
-        except MeshTensorError:
-            return None
-
     @uncollected
     def made(self, mesh: Mesh, named: NamedLayouts) -> Strategy:
-        """The same, refused with the reason if they can't be planned."""
+        """What the layouts take; refused if they can't be planned."""
         if self.manual != NO_AXES and (wrong := misplaced_axes(self.manual, mesh)):
             refuse(
                 wrong,
@@ -145,34 +147,24 @@ def meshes_around(manual: Mesh, tried: Sequence[Mesh]) -> list[Mesh]:
     return [Mesh(mesh) for mesh in found] or [tried[0]]
 
 
-class KernelEvaluator:
+class KernelEvaluator(_Known):
     """Strategies of one kernel on a machine: layouts of its buffers. Those that are not named lie whole everywhere."""
 
     def __init__(self, func: tirx.PrimFunc, machine: Machine) -> None:
+        super().__init__()
         self._func, self._machine = func, machine
-        self._known: dict[tuple, Strategy | None] = {}
 
     @property
     def planned(self) -> int:
         """How many there are."""
         return len(self._known)
 
-    def strategy(self, mesh: Mesh, layouts: ParameterLayouts) -> Strategy | None:
-        """The strategy with these layouts; None if it can't be planned."""
-        named = _named(layouts)
-        if (mesh, named) not in self._known:
-            self._known[mesh, named] = self._evaluated(mesh, named)
-        return self._known[mesh, named]
-
     def refuse_whole(self, mesh: Mesh) -> None:
         """Raises what planning refuses where nothing is laid out, if it does."""
         self._made(mesh, ())
 
     def _evaluated(self, mesh: Mesh, named: NamedLayouts) -> Strategy | None:
-        try:
-            return self._made(mesh, named)
-        except MeshTensorError:
-            return None
+        return _or_none(self._made, mesh, named)
 
     def _made(self, mesh: Mesh, named: NamedLayouts) -> Strategy:
         stated = {buffer.name: dict[str, int]() for buffer in self._func.buffer_map.values()}
@@ -181,8 +173,12 @@ class KernelEvaluator:
         return _simulated(program, self._machine, named)
 
 
-def _named(layouts: ParameterLayouts) -> NamedLayouts:
-    return tuple(sorted((name, tuple(sorted(layout.items()))) for name, layout in layouts.items() if layout))
+def _or_none(made: Callable[[Mesh, NamedLayouts], Strategy], mesh: Mesh, named: NamedLayouts) -> Strategy | None:
+    """None where planning refuses."""
+    try:
+        return made(mesh, named)
+    except MeshTensorError:
+        return None
 
 
 def _simulated(program: Program, machine: Machine, named: NamedLayouts) -> Strategy:

@@ -106,18 +106,7 @@ class StepCosts:
             levels = (*self._levels(step.args, touched_bytes(step.call)), *made)
         of = step.call.literals if name == VJP else ()  # gradients of which operator
         colder = self._colder((name, of))
-        key = (
-            name,
-            of,
-            step.call.inputs,
-            step.call.outputs,
-            step.flops,
-            copied,
-            different,
-            levels,
-            colder,
-            self._handed,
-        )
+        key = name, of, step.call.inputs, step.call.outputs, step.flops, copied, different, levels, colder, self._handed
         if key not in self._known:
             together = different > 1 and self._machine.processors is not None and pays_apart(step.call)
             rounds = self._machine.rounds(different, together)

@@ -26,11 +26,11 @@ from .pipeline_summary import (
     pipeline_why,
 )
 from .stages import adding_seconds, held_bytes_of, reducing_seconds, transfer_seconds
-from .summary import check_count, named_kinds, per_second, used_share
+from .summary import Simulated, check_count, named_kinds
 
 
 @dataclass(frozen=True, eq=False)
-class PipelineSimulation:
+class PipelineSimulation(Simulated):
     """What a pipeline takes on a Machine.
 
     fragments    (stage, kind) -> the fragment's own Simulation
@@ -80,11 +80,6 @@ class PipelineSimulation:
         return max(self.peaks)
 
     @property
-    def fits(self) -> bool:
-        """Whether the machine's memory holds that."""
-        return self.peak_bytes <= self.machine.main_memory.size
-
-    @property
     def bubble(self) -> float:
         """The share of the time that the meshes don't work, over all of them."""
         return self.timeline.bubble
@@ -106,15 +101,6 @@ class PipelineSimulation:
         """Operations of one device, in the mean over all."""
         rows = self.timeline.rows
         return self._per_device([sum(self._flops(event.action) for event in row) for row in rows])
-
-    def utilisation(self, dtype: str, flops: float | None = None) -> float:
-        """The share of the machine's peak on `dtype` that is used; `flops` are the operations that count, of one
-        device (a model's own, say): all of them if they are left out."""
-        return used_share(self.machine, dtype, self.flops if flops is None else flops, self.time)
-
-    def per_second(self, count: float) -> float:
-        """How many there are per second, of what there are `count` per batch (tokens, images)."""
-        return per_second(count, self.time)
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:

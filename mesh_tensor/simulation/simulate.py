@@ -26,7 +26,7 @@ from mesh_tensor.rules.kernel.reader import read_kernel
 from .costs import COMPUTE
 from .pipelines import PipelineSimulation, simulate_pipeline
 from .streams import RUN, WAIT, Event, Events, called_seconds, critical, play
-from .summary import Group, check_count, groups, named_kinds, page, per_second, table, trace, used_share, why
+from .summary import Group, Simulated, check_count, groups, named_kinds, page, table, trace, why
 
 _ONCE = "which data says: they count as once"
 
@@ -107,7 +107,7 @@ class StepTime:
     held: int
 
 
-class Simulation:
+class Simulation(Simulated):
     """What a Program takes on a Machine.
 
     time         seconds, from the first step's start to the last one's end
@@ -149,11 +149,6 @@ class Simulation:
         return peak_bytes(self.program)
 
     @property
-    def fits(self) -> bool:
-        """Whether the machine's memory holds that."""
-        return self.peak_bytes <= self.machine.main_memory.size
-
-    @property
     def communicating(self) -> float:
         """Seconds of collectives, whether something runs beside them or not."""
         return sum(event.seconds for event, cost in self._timed() if cost.stream != COMPUTE)
@@ -167,15 +162,6 @@ class Simulation:
     def flops(self) -> int:
         """Operations of one device."""
         return sum(cost.flops for cost in self._events.costs)
-
-    def utilisation(self, dtype: str, flops: float | None = None) -> float:
-        """The share of the machine's peak on `dtype` that is used; `flops` are the operations that count, of one
-        device (a model's own, say): all of them if they are left out."""
-        return used_share(self.machine, dtype, self.flops if flops is None else flops, self.time)
-
-    def per_second(self, count: float) -> float:
-        """How many there are per second, of what there are `count` per run (tokens, images)."""
-        return per_second(count, self.time)
 
     @cached_property
     def steps(self) -> tuple[StepTime, ...]:

@@ -12,11 +12,32 @@ from typing import TYPE_CHECKING, Any
 
 from mesh_tensor.base.decisions import columns
 from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
-from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_checks import check_number
 
 if TYPE_CHECKING:
     from .simulate import Simulation, StepTime
+
+
+class Simulated:
+    """What follows of `time`, `flops` and `peak_bytes` on a `machine`."""
+
+    @property
+    def fits(self: Any) -> bool:
+        """Whether the machine's memory holds that."""
+        return self.peak_bytes <= self.machine.main_memory.size
+
+    def utilisation(self: Any, dtype: str, flops: float | None = None) -> float:
+        """The share of the machine's peak on `dtype` that is used; `flops` are the operations that count, of one
+        device (a model's own, say): all of them if they are left out."""
+        count = self.flops if flops is None else flops
+        check_number("flops", count, where="utilisation", fix="give the operations of one device: a number from 0 up")
+        peak = self.machine.peak(dtype)
+        return count / (self.time * peak) if self.time else 0.0
+
+    def per_second(self: Any, count: float) -> float:
+        """How many there are per second, of what there are `count` per run or batch (tokens, images)."""
+        check_number("count", count, where="per_second", fix="say how many there are in all: a number from 0 up")
+        return count / self.time if self.time else 0.0
 
 
 @dataclass(frozen=True)
@@ -102,19 +123,6 @@ def table(simulation: Simulation) -> str:
 def left_out_lines(texts: Iterable[str]) -> list[str]:
     """What is not simulated, a line each."""
     return [f"  not simulated: {text}" for text in texts]
-
-
-def used_share(machine: Machine, dtype: object, flops: float, time: float) -> float:
-    """The share of the machine's peak on a dtype that so many operations of a device in so many seconds are."""
-    check_number("flops", flops, where="utilisation", fix="give the operations of one device: a number from 0 up")
-    peak = machine.peak(dtype)
-    return flops / (time * peak) if time else 0.0
-
-
-def per_second(count: float, time: float) -> float:
-    """How many there are per second, of so many in so many seconds."""
-    check_number("count", count, where="per_second", fix="say how many there are in all: a number from 0 up")
-    return count / time if time else 0.0
 
 
 def check_count(most: object) -> None:

@@ -270,9 +270,7 @@ def _awaited(here: StageFragments, stages: Sequence[StageFragments], kind: str) 
 
 _ACTIONS: dict[str, Callable[[Row, StageFragments, Action], None]] = {
     "F": Row.forward,
-    "B": Row.backward,
-    "I": Row.backward,
-    "W": Row.backward,
+    **dict.fromkeys("BIW", Row.backward),
 }
 
 

@@ -53,10 +53,7 @@ gradient("take", "gather_elements", "gather_nd", "index_tensor", "scatter_elemen
 )
 # Their gradients are unknown to torch, or zero without being so said.
 _WITHOUT = (
-    "aten.heaviside.default",
-    "aten.histc.default",
-    "aten.nextafter.default",
-    "aten.searchsorted.Tensor",
+    *("aten.heaviside.default", "aten.histc.default", "aten.nextafter.default", "aten.searchsorted.Tensor"),
     "aten._embedding_bag_forward_only.default",
 )
 gradient(ANY, *(name for name in ATEN if name not in _WITHOUT))(differentiated)

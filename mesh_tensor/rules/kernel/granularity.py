@@ -257,9 +257,7 @@ def _size(kernel: Kernel, dim: Dim) -> int | None:
 
 
 def _ratio(fine: int | None, coarse: int | None) -> int | None:
-    if not fine or not coarse or fine % coarse or fine == coarse:
-        return None
-    return fine // coarse
+    return None if not fine or not coarse or fine % coarse or fine == coarse else fine // coarse
 
 
 def _ranges(kernel: Kernel) -> Prover:

@@ -194,9 +194,7 @@ def body_statements(stmt: tirx.Stmt) -> list[tirx.Stmt]:
     """The statements of a sequence, nested sequences flattened, and what hints stand around."""
     if isinstance(stmt, tirx.SeqStmt):
         return [inner for child in stmt.seq for inner in body_statements(child)]
-    if is_hint(stmt):
-        return body_statements(stmt.body)
-    return [stmt]
+    return body_statements(stmt.body) if is_hint(stmt) else [stmt]
 
 
 def hinted_like(stmt: tirx.Stmt, body: tirx.Stmt) -> tirx.Stmt:

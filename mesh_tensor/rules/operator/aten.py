@@ -31,36 +31,18 @@ _POINTWISE = (
 )
 # The position of the dim that an operator goes along, among its arguments.
 _ALONG = {
-    "_safe_softmax.default": 1,
-    "cummax.default": 1,
-    "cummin.default": 1,
-    "kthvalue.default": 2,
-    "logcumsumexp.default": 1,
-    "mode.default": 1,
-    "sort.stable": 2,
-    "topk.default": 2,
+    **dict.fromkeys(("_safe_softmax.default", "cummax.default", "cummin.default", "logcumsumexp.default"), 1),
+    **{"kthvalue.default": 2, "mode.default": 1, "sort.stable": 2, "topk.default": 2},
 }
-# How many of the last dims an operator looks through windows at.
-_WINDOWS = {
-    "_upsample_bicubic2d_aa.default": 2,
-    "_upsample_bicubic2d_aa.vec": 2,
-    "_upsample_bilinear2d_aa.default": 2,
-    "_upsample_bilinear2d_aa.vec": 2,
-    "_upsample_nearest_exact1d.vec": 1,
-    "_upsample_nearest_exact2d.vec": 2,
-    "_upsample_nearest_exact3d.vec": 3,
-    "adaptive_max_pool2d.default": 2,
-    "adaptive_max_pool3d.default": 3,
-    "max_pool2d_with_indices.default": 2,
-    "max_pool3d_with_indices.default": 3,
-    "upsample_bicubic2d.vec": 2,
-    "upsample_bilinear2d.vec": 2,
-    "upsample_linear1d.vec": 1,
-    "upsample_nearest1d.vec": 1,
-    "upsample_nearest2d.vec": 2,
-    "upsample_nearest3d.vec": 3,
-    "upsample_trilinear3d.vec": 3,
-}
+# They look through windows at as many of the last dims as their names say.
+_WINDOWS = (
+    "_upsample_bicubic2d_aa.default _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.default"
+    " _upsample_bilinear2d_aa.vec _upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec"
+    " _upsample_nearest_exact3d.vec adaptive_max_pool2d.default adaptive_max_pool3d.default"
+    " max_pool2d_with_indices.default max_pool3d_with_indices.default upsample_bicubic2d.vec upsample_bilinear2d.vec"
+    " upsample_linear1d.vec upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec"
+    " upsample_trilinear3d.vec"
+)
 # Groups' products only take matrices whose rows are multiples of 16 bytes, which tiles may not be.
 _WHOLE = "_grouped_mm.default histc.default dist.default masked_scatter.default put.default scatter_reduce.two"
 
@@ -191,12 +173,11 @@ def along(call: OpCall) -> tuple[list[Dims], list[Dims]]:
     return [given], [given if out.ndim == ndim else left for out in call.outputs]
 
 
-@_rule(*_names(" ".join(_WINDOWS)))
+@_rule(*_names(_WINDOWS))
 def windows(call: OpCall) -> tuple[list[Dims], list[Dims]]:
     """Batch and channels are independent; places are looked at together."""
-    name = call.expr.args[0].global_symbol.removeprefix("aten.")
-    kept = dims_of(call.inputs[0].ndim - _WINDOWS[name])
-    dims: Dims = (*kept, *(None,) * _WINDOWS[name])
+    places = next(n for n in (1, 2, 3) if f"{n}d" in call.expr.args[0].global_symbol)
+    dims: Dims = (*dims_of(call.inputs[0].ndim - places), *(None,) * places)
     return [dims], [dims] * len(call.outputs)
 
 

@@ -118,9 +118,7 @@ def triangle(call: OpCall) -> OpRule:
     return OpRule((dims,), (dims,), linear=(frozenset({0}),))
 
 
-@rule("arange", "eye", "eye_like", "hamming_window", "size")
-def whole(call: OpCall) -> OpRule:
-    return whole_rule(call)
+rule("arange", "eye", "eye_like", "hamming_window", "size")(whole_rule)
 
 
 def divides_integers(call: OpCall) -> bool:

@@ -13,16 +13,10 @@ from .rule import Dim, LocalCall, OpRule, rule, whole_rule
 _FIRST = (frozenset({0}),)
 # Operators whose second operand, or all after the first, are looked up in dims of the first one.
 LOOK_UPS = frozenset(
-    {
-        "gather_elements",
-        "gather_nd",
-        "index_tensor",
-        "mesh.local_gather",
-        "mesh.local_scatter",
-        "mesh.local_take",
-        "scatter_elements",
-        "take",
-    }
+    (
+        *("gather_elements", "gather_nd", "index_tensor", "scatter_elements", "take"),
+        *("mesh.local_gather", "mesh.local_scatter", "mesh.local_take"),
+    )
 )
 
 

@@ -68,9 +68,7 @@ def batch_norm(call: OpCall) -> OpRule:
     return OpRule((dims, each, each, each, each), (dims, each, each))
 
 
-@rule("nn.cross_entropy_with_logits", "nn.nll_loss")
-def loss(call: OpCall) -> OpRule:
-    return whole_rule(call)
+rule("nn.cross_entropy_with_logits", "nn.nll_loss")(whole_rule)
 
 
 @rule("nn.dropout")

@@ -203,9 +203,7 @@ def _leave(port: _VirtualPort, tiles: Tiles, target: AnyTensor | None, as_mesh_t
     elif not as_mesh_tensors:
         (tile,) = tiles
         return tile
-    if as_mesh_tensors or target is None:
-        return of_tiles(tiles, port.output)
-    return target
+    return of_tiles(tiles, port.output) if as_mesh_tensors or target is None else target
 
 
 def _port(parameter: Parameter, program: Program, mesh: VirtualMesh, made: Collection[str]) -> _VirtualPort:

@@ -138,9 +138,7 @@ def _of_one_iteration(body: tirx.Stmt, block: tirx.Buffer) -> tirx.Stmt:
     if len(loops) != 1 or accesses(loops[0].body) is None or len(_uses(loops[0].body, block)) != len(uses):
         return body
     first = next(part for part in statements(loops[0].body) if _uses(part, block))
-    if not _sets_all(first, block):
-        return body
-    return _sliced(body, block)
+    return _sliced(body, block) if _sets_all(first, block) else body
 
 
 def _sets_all(stmt: tirx.Stmt, block: tirx.Buffer) -> bool:

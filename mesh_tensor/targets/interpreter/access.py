@@ -81,9 +81,7 @@ class BufferAccess:
 
     def load(self) -> Code:
         """The elements."""
-        if not self.varies:
-            return Code(self._load_one)
-        return Code(self._load_lanes, True)
+        return Code(self._load_lanes, True) if self.varies else Code(self._load_one)
 
     def store(self, value: Code) -> Action:
         """What writes `value` to the elements."""

@@ -56,15 +56,14 @@ def _apply(function: Callable[..., Any], args: Sequence[Code]) -> Code:
     return Code(lambda frame: function(*[run(frame) for run in runs]), varies)
 
 
-def _binary(function: Callable[..., Any], on_integers: Callable[..., Any] | None = None) -> Callable[..., Code]:
-    def build(expr: Any, scope: FunctionScope) -> Code:
-        integers = on_integers is not None and not is_float(numpy_dtype(expr.a.dtype))
-        a, b = compile_expr(expr.a, scope), compile_expr(expr.b, scope)
-        if numpy_dtype(expr.a.dtype) in FLOAT8:
-            return _apply(rounded_once(function, numpy_dtype(expr.a.dtype)), (a, b))
-        return _apply(on_integers if integers else function, (a, b))  # type: ignore[arg-type]
-
-    return build
+def _binary(
+    function: Callable[..., Any], expr: Any, scope: FunctionScope, on_integers: Callable[..., Any] | None = None
+) -> Code:
+    dtype = numpy_dtype(expr.a.dtype)
+    operands = compile_expr(expr.a, scope), compile_expr(expr.b, scope)
+    if dtype in FLOAT8:
+        return _apply(rounded_once(function, dtype), operands)
+    return _apply(function if on_integers is None or is_float(dtype) else on_integers, operands)
 
 
 def _extremum(on_arrays: np.ufunc, on_ints: Callable[..., Any], expr: Any, scope: FunctionScope) -> Code:
@@ -211,21 +210,21 @@ _BUILDERS: dict[type, Callable[[Any, FunctionScope], Code]] = {
     tirx.SizeVar: lambda expr, scope: scope.variable(expr),
     tirx.IntImm: _int_imm,
     tirx.FloatImm: _float_imm,
-    tirx.Add: _binary(operator.add),
-    tirx.Sub: _binary(operator.sub),
-    tirx.Mul: _binary(operator.mul),
-    tirx.Div: _binary(_true_div, trunc_div),
-    tirx.Mod: _binary(np.fmod, trunc_mod),
-    tirx.FloorDiv: _binary(operator.floordiv),
-    tirx.FloorMod: _binary(operator.mod),
+    tirx.Add: partial(_binary, operator.add),
+    tirx.Sub: partial(_binary, operator.sub),
+    tirx.Mul: partial(_binary, operator.mul),
+    tirx.Div: partial(_binary, _true_div, on_integers=trunc_div),
+    tirx.Mod: partial(_binary, np.fmod, on_integers=trunc_mod),
+    tirx.FloorDiv: partial(_binary, operator.floordiv),
+    tirx.FloorMod: partial(_binary, operator.mod),
     tirx.Min: partial(_extremum, np.minimum, min),
     tirx.Max: partial(_extremum, np.maximum, max),
-    tirx.EQ: _binary(operator.eq),
-    tirx.NE: _binary(operator.ne),
-    tirx.LT: _binary(operator.lt),
-    tirx.LE: _binary(operator.le),
-    tirx.GT: _binary(operator.gt),
-    tirx.GE: _binary(operator.ge),
+    tirx.EQ: partial(_binary, operator.eq),
+    tirx.NE: partial(_binary, operator.ne),
+    tirx.LT: partial(_binary, operator.lt),
+    tirx.LE: partial(_binary, operator.le),
+    tirx.GT: partial(_binary, operator.gt),
+    tirx.GE: partial(_binary, operator.ge),
     tirx.And: partial(_logical, False),
     tirx.Or: partial(_logical, True),
     tirx.Not: _not,

@@ -62,16 +62,8 @@ same_for_all(
 )
 
 
-@torch_op(
-    "builtin.stop_lift_params",
-    "dist.annotate_sharding",
-    "dist.redistribute",
-    "grad.end_checkpoint",
-    "grad.no_grad",
-    "grad.start_checkpoint",
-    "hint_on_device",
-    "to_vdevice",
-)
+@torch_op("grad.end_checkpoint", "grad.no_grad", "grad.start_checkpoint", "hint_on_device", "to_vdevice")
+@torch_op("builtin.stop_lift_params", "dist.annotate_sharding", "dist.redistribute")
 def _identity(call: OpCall) -> Function:
     return lambda x, *_: x
 

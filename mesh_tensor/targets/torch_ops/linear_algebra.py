@@ -250,12 +250,8 @@ _OF_MATRICES = (
 _UNTAGGED = ("hardswish", "hardswish_backward")  # which work element by element, and torch doesn't say so
 # Of how many last dims an operator of one tensor looks at places together.
 _OF_PLACES = {
-    "_adaptive_avg_pool2d": 2,
-    "_adaptive_avg_pool3d": 3,
-    "avg_pool2d": 2,
-    "avg_pool3d": 3,
-    "max_pool2d": 2,
-    "max_pool3d": 3,
+    **dict.fromkeys(("_adaptive_avg_pool2d", "avg_pool2d", "max_pool2d"), 2),
+    **dict.fromkeys(("_adaptive_avg_pool3d", "avg_pool3d", "max_pool3d"), 3),
 }
 _WRITES = ("batch_norm", "instance_norm", "moving_avg")  # running statistics, whatever their signatures say
 _UNSAID = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}

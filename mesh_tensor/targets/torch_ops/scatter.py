@@ -49,9 +49,7 @@ def _scatter_along(call: OpCall) -> Function:
 
 def _scattered(x: Tensor, dim: int, index: Tensor, updates: Tensor, reduction: str) -> Tensor:
     op = _SCATTERS[reduction]
-    if op is None:
-        return torch.scatter(x, dim, index, updates)
-    return torch.scatter_reduce(x, dim, index, updates, op)
+    return torch.scatter(x, dim, index, updates) if op is None else torch.scatter_reduce(x, dim, index, updates, op)
 
 
 @placed_torch_op("scatter_elements")
