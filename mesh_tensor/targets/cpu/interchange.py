@@ -60,8 +60,9 @@ class _Interchange:
         *copies, rows = statements(columns.body)
         if not isinstance(rows, tirx.For) or not _plain(columns, rows):
             return columns
-        stores = [store for copy in copies for store in self._copied(copy)]
-        if len(stores) < len(copies) or not all(self._is_read_by(rows, store) for store in stores):
+        copied = [self._copied(copy) for copy in copies]
+        stores = [store for made in copied for store in made]
+        if not all(copied) or not all(self._is_read_by(rows, store) for store in stores):
             return columns
         inlined = rows
         for store in stores:

@@ -132,6 +132,32 @@ def test_a_block_that_is_used_afterwards():
     check(func)
 
 
+def test_what_else_each_block_does():
+    @T.prim_func
+    def halved_kernel(A: T.Tensor((ROWS, COLUMNS)), X: T.Tensor((COLUMNS,)), Y: T.Tensor((ROWS,))):
+        with T.Kernel(1, threads=128):
+            x = T.alloc_shared((WIDTH,), "float32")
+            more = T.alloc_shared((WIDTH,), "float32")
+            y = T.alloc_fragment((ROWS,), "float32")
+            half = T.alloc_fragment((1,), "float32")
+            T.clear(y)
+            T.clear(half)
+            for block in T.serial(COLUMNS // WIDTH):
+                for j in T.Parallel(WIDTH):
+                    x[j] = X[block * WIDTH + j]
+                    more[j] = X[block * WIDTH + j] * 2
+                for _ in T.serial(2):
+                    half[0] = half[0] * 0.5 + 1
+                for row in T.serial(ROWS):
+                    for j in T.serial(WIDTH):
+                        y[row] += A[row, block * WIDTH + j] * x[j] + more[j]
+            y[0] = y[0] + half[0]
+            T.copy(y, Y)
+
+    assert not is_interchanged(halved_kernel)
+    check(halved_kernel)
+
+
 def test_rows_that_lie_near_each_other():
     func = by_blocks(adds_products, columns=2 * WIDTH)
     assert not is_interchanged(func)
