@@ -33,8 +33,9 @@ NO_EFFECT = (
 OF_A_PROGRAM = (
     _ops("tirx", "ptx_arrive_barrier ptx_arrive_barrier_expect_tx ptx_init_barrier_thread_count ptx_wait_barrier")
     | _ops("tirx", "ptx_ldmatrix ptx_mma tvm_thread_allreduce tvm_warp_activemask tvm_warp_shuffle")
-    | _ops("tirx", "tvm_warp_shuffle_down tvm_warp_shuffle_up tvm_warp_shuffle_xor")
-    | _ops("tl", "mbarrier_expect_tx mbarrier_wait_parity ptx_ldmatrix ptx_stmatrix region")
+    | _ops("tirx", "tvm_warp_shuffle_down tvm_warp_shuffle_up tvm_warp_shuffle_xor type_annotation")
+    | _ops("tl", "mbarrier_expect_tx mbarrier_wait_parity ptx_cp_async_barrier_noinc ptx_ldmatrix ptx_stmatrix region")
+    | _ops("tl", "tcgen05_after_thread_sync tcgen05_before_thread_sync tcgen05_mma_arrive")
     | _ops("tl", "atomic_add_elem_op atomic_add_ret_elem_op atomic_max_elem_op atomic_max_ret_elem_op")
     | _ops("tl", "atomic_min_elem_op atomic_min_ret_elem_op")
     | _ops("tl.tileop", "copy cummax cumsum fill gemm gemm_blockscaled gemm_sp reduce transpose")
