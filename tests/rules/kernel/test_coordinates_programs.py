@@ -56,6 +56,25 @@ def by_warps(rows, length=32):
     return main
 
 
+def by_rows_of_warps(rows, rows_of=4):
+    """Every warp of a program sums a row: its lanes exchange what they have, and one of them stores it."""
+
+    @T.prim_func
+    def main(A: T.Tensor((rows, 64), "float32"), B: T.Tensor((rows,), "float32"), best: T.Tensor((rows,), "float32")):
+        with T.Kernel(rows // rows_of, threads=32 * rows_of) as bx:
+            at = T.get_thread_binding(0)
+            own, most = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
+            own[0] = A[bx * rows_of + at // 32, at % 32] + A[bx * rows_of + at // 32, at % 32 + 32]
+            most[0] = T.warp_reduce_max(own[0])
+            for step in T.serial(5):
+                own[0] = own[0] + T.shfl_xor(own[0], 1 << step)
+            if at % 32 == 0:
+                B[bx * rows_of + at // 32] = own[0]
+                best[bx * rows_of + at // 32] = most[0]
+
+    return main
+
+
 def by_tensor_cores(batch, together=False):
     """A product per program, of Blackwell's own kind, behind a barrier; `together`: two programs make one, each with
     half of the columns."""
@@ -170,9 +189,10 @@ def assert_same(local, expected):
     [
         (gemv_by_threads, {"A": {"x": 0}, "x": {}, "y": {"x": 0}}),
         (by_warps, {"A": {"x": 0}, "B": {"x": 0}}),
+        (by_rows_of_warps, {"A": {"x": 0}, "B": {"x": 0}, "best": {"x": 0}}),
         (by_tensor_cores, {"A": {"x": 0}, "B": {"x": 0}, "C": {"x": 0}}),
     ],
-    ids=["gemv", "warps", "tensor cores"],
+    ids=["gemv", "warps", "rows of warps", "tensor cores"],
 )
 def test_a_device_runs_the_kernel_of_its_rows(make, layouts):
     with machine(1):
