@@ -31,11 +31,12 @@ from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import find_target
 from mesh_tensor.targets.op_steps import Records
 
-from .module_launch import ModuleLaunch, kept_apart, state_of
+from .module_launch import ModuleLaunch, state_of
 from .module_plans import ModulePlans
 from .module_ports import HeldWeights
 from .module_ranks import HandOn, RankModuleLaunch, around_handing_on
 from .on_ranks import OnRanks, Turns, device_mesh_of
+from .own_memory import kept_apart
 
 T = TypeVar("T")
 AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"
@@ -190,7 +191,7 @@ class ModuleCalls(OnRanks):
             if isinstance(launch, RankModuleLaunch):
                 launch.compare(given)
             entered = {name: launch.enter(name, tensor) for name, tensor in given.items()}
-            return kept_apart(launch, entered, given.values())
+            return kept_apart(entered, given.values())
 
         return self._run(tensors.values(), lambda: dict(tensors), enter)
 
