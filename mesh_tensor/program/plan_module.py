@@ -16,7 +16,8 @@ from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.lowering.local_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
 from mesh_tensor.plan.counted_places import counted_slices
-from mesh_tensor.plan.expansions import expand, refined_annotations, refinements, regroup_sums, with_merged_dims
+from mesh_tensor.plan.expand import expand
+from mesh_tensor.plan.expansions import refined_annotations, refinements, regroup_sums, with_merged_dims
 from mesh_tensor.plan.explicit import ExplicitGraph, Run
 from mesh_tensor.plan.gathers import gathered_first
 from mesh_tensor.plan.index_checks import IndexCheck, index_checks
