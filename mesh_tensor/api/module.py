@@ -154,7 +154,6 @@ def _step_module(
 
 
 def _mesh(mesh: Any) -> Mesh:
-    """The names and sizes of a mesh in any form."""
     return mesh_of(mesh) if type(mesh).__name__ == "DeviceMesh" else Mesh(mesh)
 
 

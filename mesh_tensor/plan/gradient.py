@@ -59,7 +59,7 @@ def gradient_function(
             joint.params.append(seeds[value])
     else:
         value = loss_of(results, loss, function)
-        seeds[value] = joint.writer.emit(_one(value), SEED)
+        seeds[value] = joint.writer.emit(relax.op.ones(value.type.shape, value.type.dtype), SEED)
     values = _parameters(joint.graph, wrt, function)
     reverse(joint, seeds, values, _Kept(joint) if seeded else None)
     for value in values:
@@ -147,10 +147,7 @@ def readable(mod: ir.IRModule, function: str) -> tuple[ir.IRModule, Graph]:
 
 
 def reverse(
-    joint: Joint,
-    seeds: dict[Value, relax.Expr],
-    wrt: Sequence[Value],
-    known: Mapping[Value, relax.Expr] | None = None,
+    joint: Joint, seeds: dict[Value, relax.Expr], wrt: Sequence[Value], known: Mapping[Value, relax.Expr] | None = None
 ) -> None:
     """Add the gradients of `wrt`, and of all values between them and the values whose gradients are `seeds`. `known`:
     the values of the forward part, as they are taken; None: as it made them. Refused where an operator between them has
@@ -261,10 +258,6 @@ def loss_of(results: list[Value], number: int, function: str) -> Value:
             fix="return a loss, as the mean over the batch; `loss=` says which result it is",
         )
     return value
-
-
-def _one(value: Value) -> relax.Expr:
-    return relax.op.ones(value.type.shape, value.type.dtype)
 
 
 def _parameters(graph: Graph, names: Sequence[str], function: str) -> list[Value]:

@@ -18,12 +18,11 @@ from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
 from mesh_tensor.plan.counted_places import counted_slices
 from mesh_tensor.plan.expand import expand
 from mesh_tensor.plan.expansions import refined_annotations, refinements, regroup_sums, with_merged_dims
-from mesh_tensor.plan.explicit import ExplicitGraph, Run
+from mesh_tensor.plan.explicit import ExplicitGraph, Run, left_partial
 from mesh_tensor.plan.gathers import gathered_first
-from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph, Interleaved, leaves
-from mesh_tensor.plan.left_partial import left_partial
+from mesh_tensor.plan.orders import IndexCheck, index_checks
 from mesh_tensor.plan.prices import prices_on
 from mesh_tensor.plan.propagate import Late, Layouts, other_turns, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
@@ -63,7 +62,7 @@ class Port:
     dtype: str
     dims: tuple[Sizes, ...]
     sharding: Sharding
-    order: Interleaved | None
+    order: Interleaved | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,14 +237,7 @@ def _planned(explicit: ExplicitGraph, calls: TileCalls, options: PlanOptions) ->
     state = {replaced.name: results[result].name for replaced, result in graph.state.items()}
     params = tuple(value.name for value in graph.params)
     return ModulePlan(
-        made,
-        tuple(ports),
-        params,
-        state,
-        index_checks(graph),
-        graph.mesh,
-        lambda: stages,
-        cost=cost_of(explicit),
+        made, tuple(ports), params, state, index_checks(graph), graph.mesh, lambda: stages, cost=cost_of(explicit)
     )
 
 

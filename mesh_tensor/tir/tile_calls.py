@@ -21,16 +21,8 @@ _ELEMENT_ATOMICS = {
     "tl.atomic_min_elem_op": "min",
     "tl.atomic_or_elem_op": "bitor",
 }
-_PREVIOUS = {
-    "tl.atomic_add_ret_elem_op": "sum",
-    "tl.atomic_max_ret_elem_op": "max",
-    "tl.atomic_min_ret_elem_op": "min",
-}
-_TILE_ATOMICS = {
-    "tl.tileop.atomicadd": "sum",
-    "tl.tileop.atomicmax": "max",
-    "tl.tileop.atomicmin": "min",
-}
+_PREVIOUS = {"tl.atomic_add_ret_elem_op": "sum", "tl.atomic_max_ret_elem_op": "max", "tl.atomic_min_ret_elem_op": "min"}
+_TILE_ATOMICS = {"tl.tileop.atomicadd": "sum", "tl.tileop.atomicmax": "max", "tl.tileop.atomicmin": "min"}
 _COPIES = ("tl.tileop.copy", "tl.tileop.async_copy", "tl.tileop.tma_copy")
 #: Those that an author pins to an instruction say nothing else: who reads what they make waits for it.
 PRODUCTS = ("tl.tileop.gemm", "tl.tileop.wgmma_gemm", "tl.tileop.tcgen05_gemm")

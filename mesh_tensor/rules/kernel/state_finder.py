@@ -83,7 +83,7 @@ def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop,
     explained = frozenset(iteration.depends | updates)
     if not all(iteration.runs_alike(s) for s in explained) or not _stays_inside(explained, coordinates, loop, carried):
         return None
-    guards = _guards(iteration, made[0])
+    guards = iteration.guarded if any(m.unbounded for m in made[0]) else {}
     skips = [c for s in explained for c in s.conditions if not _starts_first(c, loop, kernel)]
     if guards and skips and not all(has_finite_blocks(iteration, part.held) for part in made[0]):
         return None
@@ -126,10 +126,6 @@ def _starts_first(condition: tirx.PrimExpr, loop: Loop, kernel: Kernel) -> bool:
     at_0 = tirx.stmt_functor.substitute(condition, {loop.var: tirx.IntImm(loop.var.dtype, 0)})
     with kernel.analyzer.constraint_scope(tirx.And(loop.var >= 0, condition)):
         return bool(kernel.analyzer.can_prove(at_0))
-
-
-def _guards(iteration: Iteration, maxima: Sequence[RunningMax]) -> dict[Statement, tuple[tirx.BufferLoad, ...]]:
-    return iteration.guarded if any(m.unbounded for m in maxima) else {}
 
 
 class _Parts:

@@ -38,11 +38,7 @@ _BLAS_GEMM = "mt_gemm_float32_float32_float32"
 _HEADERS = {
     part: Path(__file__).parent / "csrc" / f"mesh_tensor_{part}.h" for part in ("cpu", "math", "fold", "gemm", "report")
 }
-_C_TYPES = {
-    "float32": "float",
-    "float64": "double",
-    "bool": "uint8_t",
-}
+_C_TYPES = {"float32": "float", "float64": "double", "bool": "uint8_t"}
 
 
 def c_source(func: tirx.PrimFunc) -> str:
@@ -273,7 +269,6 @@ def _first_errors(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _kept(source: Path) -> Path:
-    """A copy of the source that stays."""
     try:
         handle, kept = tempfile.mkstemp(prefix="mesh_tensor-", suffix=".cpp")
         os.close(handle)
