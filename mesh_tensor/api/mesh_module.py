@@ -19,10 +19,12 @@ from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleParam, bound
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.alike import values_of
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
 from .module_calls import ModuleCalls, requires_gradients
 from .module_launch import ModuleState
-from .module_ports import HeldWeights, Refined, apart, checked_state, whole
+from .module_ports import HeldWeights, Refined, checked_state, whole
+from .own_memory import apart
 
 if TYPE_CHECKING:
     from .module_gradient import RecordedModule
@@ -51,7 +53,7 @@ class MeshModule(ModuleCalls):
         tensor = self._weights[name]
         if full or isinstance(tensor, Refined):
             return whole(tensor).clone() if isinstance(tensor, torch.Tensor) else whole(tensor)
-        return tensor if is_dtensor(tensor) else apart(tensor)
+        return tensor if isinstance(tensor, MeshTensor) or is_dtensor(tensor) else apart(tensor)
 
     @undisturbed
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:

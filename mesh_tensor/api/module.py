@@ -129,6 +129,7 @@ def distribute_module(
         form=form,
         constants=constants,
         recorder=None if step else partial(RecordedModule, options=Options(target, poison=poison, plan=options)),
+        kept=step.state if step else (),
     )
     return made if step is None else TrainingRun(step, made)
 

@@ -31,11 +31,12 @@ from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import find_target
 from mesh_tensor.targets.op_steps import Records
 
-from .module_launch import ModuleLaunch, kept_apart, state_of
+from .module_launch import ModuleLaunch, state_of
 from .module_plans import ModulePlans
 from .module_ports import HeldWeights
 from .module_ranks import HandOn, RankModuleLaunch, around_handing_on
 from .on_ranks import OnRanks, Turns, device_mesh_of
+from .own_memory import kept_apart
 
 if TYPE_CHECKING:
     from .module_gradient import RecordedModule
@@ -76,7 +77,9 @@ class ModuleCalls(OnRanks):
         form: CallForm | None = None,
         constants: Constants | None = None,
         recorder: Recorder | None = None,
+        kept: Collection[str] = (),
     ) -> None:
+        """`kept`: parameters that callers have as plans want them, from one call to the next."""
         self._function, self._target = function, find_target(target)
         self._form, self._constants, self._recorder = form, constants or Constants(), recorder
         self._poison, self._options = poison, options
@@ -85,6 +88,7 @@ class ModuleCalls(OnRanks):
         given = self._signature.weights(weights, self._target.device_type)
         self._state, self.turns = state_of(mod[function], given, donate), Turns(self.as_call)
         self._weights = HeldWeights.of({n: t for n, t in given.items() if n not in self._state}, weights, donate)
+        self._laid_out = frozenset({*self._weights, *self._state, *kept})
         self._with_gradients = [n for n, t in weights.items() if isinstance(t, torch.Tensor) and t.requires_grad]
         self._recordings: Recent[tuple, RecordedModule] = Recent(MODULE_SIZES)
         self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else device_mesh_of(self._weights.values())
@@ -178,7 +182,7 @@ class ModuleCalls(OnRanks):
             if isinstance(launch, RankModuleLaunch):
                 launch.compare(given)
             entered = {name: launch.enter(name, tensor) for name, tensor in given.items()}
-            return kept_apart(launch, entered, given.values())
+            return kept_apart(entered, given.values())
 
         return self._run(tensors.values(), lambda: dict(tensors), enter)
 
@@ -297,7 +301,7 @@ class ModuleCalls(OnRanks):
 
     def _planned(self, sizes: Mapping[Any, int], ranks: Ranks | None = None, whole_axes: bool = False) -> ModulePlan:
         self._sizes = sizes
-        return self._plans.of(sizes, self._weights, whole_axes, on_ranks=ranks is not None)
+        return self._plans.of(sizes, self._laid_out, whole_axes, on_ranks=ranks is not None)
 
 
 def _call_alike(launch: AnyLaunch, tensors: Mapping[str, Any], totals: dict[int, MeshTensor] | None) -> Any:

@@ -26,7 +26,7 @@ from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.stages import Stage, part
 from mesh_tensor.plan.gradient import depending_on, gradient_function, readable
-from mesh_tensor.plan.ir import leaves
+from mesh_tensor.plan.ir import leaves, map_tree
 from mesh_tensor.runtime.ambient import refuse_traced
 from mesh_tensor.runtime.ranks import gradient_like, is_dtensor, lies_like_torch, redistribute
 from mesh_tensor.runtime.ranks.dtensor import as_dtensor, local_part
@@ -74,11 +74,18 @@ class RecordedModule:
         return [] if self._fragments is None else [part.module for part in self._fragments.fragments.values()]
 
     def __call__(self, tensors: Tensors) -> Any:
-        """What the function returns for these tensors of all its parameters that are no weights."""
+        """What the function returns for these tensors of all its parameters that are no weights, in own memory."""
         call = _Call(self, tuple(tensors), self.wanted, any(is_dtensor(tensor) for tensor in tensors.values()))
         made = dict(zip(self._gives, _Recorded.apply(call, *tensors.values()), strict=True))
         known = {name: tensors[name] for name in self._flow.results if name in tensors}
-        return self._flow.tree(known | made)
+        others = set(map(id, known.values()))
+
+        def leave(tensor: Any) -> Any:
+            own = tensor.clone() if id(tensor) in others else tensor
+            others.add(id(tensor))
+            return own
+
+        return map_tree(self._flow.tree(known | made), leave)
 
     def forward(self, tensors: Tensors) -> dict[str, Any]:
         """What the forward gives, on the mesh, by name."""

@@ -4,6 +4,7 @@ records its calls for torch.autograd."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
@@ -14,7 +15,7 @@ from tvm import relax
 
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.importers.weight_files import StoredTensor
-from mesh_tensor.plan.ir import STATE_ATTR, map_tree
+from mesh_tensor.plan.ir import STATE_ATTR, leaves, map_tree
 from mesh_tensor.program.builder import Overwritten
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import ProgramValue
@@ -22,15 +23,15 @@ from mesh_tensor.runtime.backend import Leave, Memory, may_overwrite
 from mesh_tensor.runtime.elementwise import not_finite
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.ranks import is_dtensor
-from mesh_tensor.runtime.ranks.dtensor import local_part
 from mesh_tensor.runtime.virtual.launch import Launch
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, of_tiles
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.tile_memory import memory_of
+from mesh_tensor.targets.op_steps import has_own_memory
 from mesh_tensor.targets.totals import can_be_totals
 
-from .module_ports import HeldWeights, ModulePort, Refined, apart, constant_tensor, module_port, picked, ports_of, whole
+from .module_ports import HeldWeights, ModulePort, Refined, constant_tensor, module_port, picked, ports_of, whole
+from .own_memory import apart, in_own_memory, kept_apart, memories_of, parts_of
 
 if TYPE_CHECKING:
     from .module_calls import AnyLaunch
@@ -91,7 +92,7 @@ class PlannedLaunch(ABC):
             return leave.used
 
         known, made = self._advanced(tensors, state, may)
-        loss = self._tree(self._result[0], known, False)
+        loss = self._given_out(self._result[:1], known, False, (*tensors.values(), *state.values(), *made.values()))[0]
         if leave.used:
             return loss, made, []
         bad = not_finite({name: parts_of(made[name]) for name in watched})
@@ -102,7 +103,8 @@ class PlannedLaunch(ABC):
         """As a call, with this state; the results that are no state, and the state that comes out."""
         known, made = self._advanced(tensors, state, None)
         laid = any(isinstance(tensor, MeshTensor) or is_dtensor(tensor) for tensor in tensors.values())
-        return self._tree(self._result[: len(self._result) - len(made)], known, laid), made
+        others = self._result[: len(self._result) - len(made)]
+        return self._given_out(others, known, laid, (*tensors.values(), *state.values(), *made.values())), made
 
     @cached_property
     def _overwritten(self) -> Overwritten:
@@ -117,8 +119,26 @@ class PlannedLaunch(ABC):
         known = {**self._held, **given, **self._ran(tensors, given, leave)}
         return known, {name: known[result] for name, result in self.plan.state.items()}
 
-    def _tree(self, names: Any, values: Mapping[str, Any], laid: bool) -> Any:
-        return map_tree(names, lambda name: self._ports[name].leave(values[name], laid))
+    def _given_out(self, names: Any, values: Mapping[str, Any], laid: bool, others: Iterable[Any]) -> Any:
+        """Results as callers know them, each in memory that no other one, nothing that is held, and none of the
+        `others` has: what a caller writes into one changes nothing else."""
+        taken = self._held_memories | memories_of(others) if self._may_share else set[int]()
+
+        def leave(name: str) -> Any:
+            result = self._ports[name].leave(values[name], laid)
+            return in_own_memory(result, taken) if name in self._may_share else result
+
+        return map_tree(names, leave)
+
+    @cached_property
+    def _held_memories(self) -> set[int]:
+        return memories_of(self._held.values())
+
+    @cached_property
+    def _may_share(self) -> Collection[str]:
+        """The results that may be in memory which something else has."""
+        count = Counter(leaves(self._result))
+        return {name for name in count if count[name] > 1 or not has_own_memory(self.plan.made.program, name)}
 
     def _port(self, parameter: str) -> Any:
         return self._ports[self._inputs[parameter]]
@@ -163,7 +183,8 @@ class ModuleLaunch(PlannedLaunch):
         if run is None:
             return None
         made = copy(self)
-        vars(made).pop("_overwritten", None)
+        for known in ("_overwritten", "_may_share"):
+            vars(made).pop(known, None)
         made.plan, made._run = plan, run
         made._ports = self._ports | {
             new.name: module_port(plan, new)
@@ -181,7 +202,8 @@ class ModuleLaunch(PlannedLaunch):
         as_mesh_tensors = any(isinstance(tensor, MeshTensor) for tensor in tensors.values())
         added = self._added(totals) if totals else {}
         made = self._run(given, {}, as_mesh_tensors=as_mesh_tensors, totals=added)
-        return self._tree(self._result, {**self._held, **given, **made}, as_mesh_tensors)
+        known = {**self._held, **given, **made}
+        return self._given_out(self._result, known, as_mesh_tensors, tensors.values())
 
     def _added(self, totals: dict[int, MeshTensor]) -> dict[str, MeshTensor]:
         """Those that lie as the results do, by the values of these; they are taken out."""
@@ -249,7 +271,7 @@ class ModuleState(Collection[str]):
     def call(self, launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:
         """The results that are no state for these tensors; a call that raises leaves the state as it was."""
         results, new = launch.advance(tensors, self._of(launch))
-        new = kept_apart(launch, new, (*tensors.values(), *results))
+        new = kept_apart(new, tensors.values())
         self._launch, self._kept = launch, new
         return results[0] if len(results) == 1 else results
 
@@ -297,27 +319,3 @@ def state_of(func: relax.Function, weights: Mapping[str, Any], donated: bool) ->
     if missing:
         refuse(f"the weights lack {listing(missing)}, which the module writes", fix="give all that it writes, or none")
     return ModuleState({name: weights[name] if donated else apart(weights[name]) for name in names})
-
-
-def kept_apart(launch: AnyLaunch, state: Mapping[str, Any], others: Iterable[Any]) -> dict[str, Any]:
-    """The state as the launch takes it, in memory that none of the others, which callers have, has."""
-    outside = {memory_of(part) for tensor in others for part in _parts(tensor)}
-    return {name: _apart(launch, name, tensor, outside) for name, tensor in state.items()}
-
-
-def _apart(launch: AnyLaunch, name: str, tensor: Any, outside: set[int]) -> Any:
-    """The state, in memory that no caller has."""
-    if not any(memory_of(part) in outside for part in _parts(tensor)):
-        return tensor
-    return launch.enter(name, launch.leave(name, tensor, True)) if isinstance(launch, ModuleLaunch) else tensor.clone()
-
-
-def parts_of(tensor: Any) -> list[torch.Tensor]:
-    """The parts of a tensor in any form that this process has, without padding."""
-    return tensor.parts() if isinstance(tensor, MeshTensor) else [local_part(tensor) if is_dtensor(tensor) else tensor]
-
-
-def _parts(tensor: Any) -> Iterable[torch.Tensor]:
-    if isinstance(tensor, MeshTensor):
-        return tensor.tiles()
-    return [] if isinstance(tensor, StoredTensor) else [local_part(tensor) if is_dtensor(tensor) else tensor]

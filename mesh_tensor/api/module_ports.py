@@ -29,6 +29,8 @@ from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles
 from mesh_tensor.targets.dtypes import torch_dtype, torch_tensor
 
+from .own_memory import apart
+
 
 @dataclass(frozen=True)
 class ModulePort(Port):
@@ -278,11 +280,6 @@ class HeldWeights(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-def apart(tensor: Any) -> Any:
-    """A tensor as it is now, whatever its owner writes later; MeshTensors and what is read from files are that."""
-    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
 
 
 def whole(tensor: Any) -> torch.Tensor:

@@ -103,7 +103,7 @@ class RankModuleLaunch(PlannedLaunch):
         self._begin(tensors)
         made = self._run(known, {})
         as_dtensors = any(is_dtensor(tensor) for tensor in tensors.values())
-        return self._tree(self._result, {**known, **made}, as_dtensors)
+        return self._given_out(self._result, {**known, **made}, as_dtensors, tensors.values())
 
     def parts(
         self,

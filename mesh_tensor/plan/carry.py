@@ -59,9 +59,9 @@ class _Sums:
     widened: Collection[Value]
 
     def meeting(self, decisions: Mapping[Node, Decision], order: Order) -> dict[Node, Decision]:
-        """Other decisions for nodes that add several pending sums, which nothing else takes, and for those that only
-        move elements on the way there: the axes that these are pending over split nothing there, so that one sum is
-        reduced after it instead of several before."""
+        """Other decisions for nodes that add several pending sums, which nothing else takes, or sum one along a dim,
+        and for those that only move elements on the way there: the axes that these are pending over split nothing
+        there, so that one sum is reduced after it instead of several before, or a smaller one."""
         found: dict[Node, Decision] = {}
         pending: dict[Value, Pending] = {}
         for node in self.graph.nodes:
@@ -69,7 +69,7 @@ class _Sums:
             parts = {pending[value].parts if value in pending else () for value in node.inputs}
             (only,) = parts if len(parts) == 1 else ((),)
             split = {axis: factor for axis, factor in decision.split.items() if axis not in dict(only)}
-            joins = _adds(node, rule) or _moves(node, rule)
+            joins = _adds(node, rule) or _moves(node, rule) or _sums(node, rule)
             joins = joins and not rule.fixed.keys() & dict(only)
             if only and split != decision.split and joins and all(len(self.uses[v]) == 1 for v in node.inputs):
                 needed = operand_layouts(self.graph.mesh, rule, split, order)
@@ -120,8 +120,8 @@ class _Sums:
         return False
 
     def _is_added(self, node: Node, found: Mapping[Node, Decision]) -> bool:
-        """Whether what the node gives is added to other pending sums, or is a gradient that an optimizer takes: there
-        it is in the parameter's layout, and nothing but the optimizer waits for it."""
+        """Whether what the node gives is added to other pending sums, or summed along a dim, or is a gradient that an
+        optimizer takes: there it is in the parameter's layout, and nothing but the optimizer waits for it."""
         users = [user for user, _ in self.uses.get(node.outputs[0], ())]
         if any(user.call.operator in (UPDATE, NARROWED) for user in users):
             return True
@@ -193,6 +193,12 @@ def _moves(node: Node, rule: NodeRule) -> bool:
     """Whether the node only moves the elements of its one operand, or makes float32 of them."""
     moves = rule.rule.moves or _widens(node)
     return len(node.inputs) == len(node.outputs) == 1 and moves and not node.is_annotation
+
+
+def _sums(node: Node, rule: NodeRule) -> bool:
+    """Whether the node makes less of its one operand, in which it is linear: as it is of what several heads share."""
+    linear = len(node.inputs) == len(node.outputs) == 1 and frozenset({0}) in rule.rule.linear
+    return linear and node.outputs[0].type.elements < node.inputs[0].type.elements
 
 
 def _adds(node: Node, rule: NodeRule) -> bool:

@@ -24,6 +24,7 @@ from .ir import Graph, Value, leaves
 from .joint import Joint, Writer
 from .manual import Axes, manual_mesh, varying
 from .reader import read_graph
+from .rewrites import joined_slices
 
 SEED = "seed"  # the gradient of the loss by itself: the first value of the backward part
 
@@ -141,7 +142,8 @@ def readable(mod: ir.IRModule, function: str) -> tuple[ir.IRModule, Graph]:
             why="gradients' types would have to say how they lie",
             fix="state layouts by annotate_module, or R.dist.annotate_sharding",
         )
-    return mod, read_graph(mod, function, manual_mesh(reachable(mod, function).values()), {}, experts=False)
+    graph = read_graph(mod, function, manual_mesh(reachable(mod, function).values()), {}, experts=False)
+    return mod, joined_slices(graph)
 
 
 def reverse(

@@ -27,6 +27,7 @@ from .finite_blocks import has_finite_blocks
 from .iterations import Iteration
 from .live_ranges import LiveRange
 from .references import reference, references_cancel, relative
+from .row_totals import adds_at_least_one
 from .state_values import Atom, Level, Part, StateValue, Terms, add_rates, independent
 from .statements import Kernel, Loop, Statement, is_load_of, lowest_or
 from .states import LogSum, RunningMax, ScaledSum, State
@@ -108,7 +109,8 @@ def _references_cancel(
     for part in sums:
         known = relative(part.of.held, part.place, part.rate) if part.of.is_relative else independent(Level.FIXED)
         left[part.held] = known
-    return references_cancel(iteration.kernel, iteration.coordinates, iteration.factor, iteration.loop, left)
+    totals = {part.held for part in sums if part.of.of_block and adds_at_least_one(iteration, part)}
+    return references_cancel(iteration.kernel, iteration.coordinates, iteration.factor, iteration.loop, left, totals)
 
 
 def _stays_inside(

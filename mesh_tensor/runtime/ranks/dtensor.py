@@ -150,6 +150,14 @@ def local_part(tensor: DTensor) -> torch.Tensor:
     return local.detach() if wait is None else wait()
 
 
+def with_local_part(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """The same with another part on this rank, which lies as that of `tensor`."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 def part_problem(tensor: DTensor, sharding: Sharding, rank: int) -> str:
     """What is wrong with a rank's part of a DTensor that lies as `sharding`, if there is something: it is not as large
     as torch cuts it. DTensor.from_local takes parts of any size."""

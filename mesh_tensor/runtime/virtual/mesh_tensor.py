@@ -149,6 +149,13 @@ class MeshTensor(Arithmetic):
         return out
 
     @undisturbed
+    def clone(self) -> MeshTensor:
+        """The same in memory of its own. Devices that share a tile do so there, too."""
+        known = {tile.data_ptr(): tile for tile in self._tiles}
+        made = {place: clone(tile) for place, tile in known.items()}
+        return of_tiles([made[tile.data_ptr()] for tile in self._tiles], self._layout)
+
+    @undisturbed
     def redistribute(self, sharding: ShardingLike) -> MeshTensor:
         """The same tensor in another layout on the same mesh: the bits that `plan_redistribution`'s plan gives, in as
         few copies as can be."""

@@ -118,6 +118,7 @@ def _entry(kernel: CKernel) -> str:
     offset, casts = 0, []
     for workspace in kernel.workspaces:
         c_type = _c_type(workspace.dtype)
+        offset += _STAGGER
         casts.append(f"({c_type}*)(memory + {offset})")
         offset += -(-workspace.size * itemsize(workspace.dtype) // ALIGNMENT) * ALIGNMENT
     call = f"{_BODY}({', '.join(names + casts)});"
@@ -178,6 +179,9 @@ _GCC_FLAGS = (
     # A row of a block is copied in place: it is too short for a call of memmove.
     "-fno-tree-loop-distribute-patterns",
 )
+# Tensors of whole pages begin at the same place of one, and loads wait for stores to another page's same place: blocks
+# begin elsewhere. A few lines of a cache; a multiple of ALIGNMENT.
+_STAGGER = 320
 _INSTALL = "install g++ (apt install g++, dnf install gcc-c++, conda install gxx) or clang++"
 _INTERPRET = 'target="interpret" runs kernels without a compiler'
 _FIRST_ERRORS = 5

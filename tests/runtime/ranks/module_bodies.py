@@ -9,7 +9,10 @@ from torch.utils import _pytree as pytree
 
 import mesh_tensor as mt
 from kernels.models import gpt2
+from mesh_tensor.runtime.ranks.dtensor import local_part
+from mesh_tensor.targets.tile_memory import memory_of
 from tests.annotations import test_experts
+from tests.api.test_module_memory import Passed, expected
 from tests.api.test_module_state import Cache
 from tests.plan import test_shifts
 from tests.plan.loop_modules import LOOPS, looped
@@ -258,3 +261,21 @@ def a_cache(rank):
         for have, want in zip(pytree.tree_leaves(found), pytree.tree_leaves(meant), strict=True):
             assert have is want is None or have == want if not isinstance(want, torch.Tensor) else have.equal(want)
         assert run.state_dict()["cache"].equal(expected.state_dict()["cache"])
+    _own_memory(device_mesh)
+
+
+def _own_memory(device_mesh):
+    """What is written into this rank's parts of results changes neither arguments, weights nor what is kept."""
+    model, x = Passed(), torch.randn(7, 6)
+    module = mt.from_torch(torch.export.export(model, (x,)))
+    laid = [distribute_tensor(x.clone(), device_mesh, [placement]) for placement in (Shard(0), Replicate())]
+    for argument in (x.clone(), *laid):
+        run = mt.distribute_module(module, device_mesh, {"x": {"x": 0}, "weight": {"x": 1}})
+        parts = [local_part(t) if isinstance(t, DTensor) else t for t in (argument, *run(argument))]
+        assert len({memory_of(part) for part in parts}) == len(parts)
+        before = parts[0].clone()
+        for number, part in enumerate(parts[1:]):
+            part.fill_(number)
+        assert parts[0].equal(before)
+        run.reset_state()
+        torch.testing.assert_close(run(x), tuple(expected(model, x)), rtol=1e-5, atol=1e-5)
