@@ -182,9 +182,7 @@ class _Helpers:
                 )
 
     def _block(self, buffer: Any, coordinate: Any, argument: str) -> Any:
-        if coordinate is None:
-            return buffer
-        return block_at(buffer, self._annotation(buffer), coordinate, argument)
+        return buffer if coordinate is None else block_at(buffer, self._annotation(buffer), coordinate, argument)
 
     def _stated(self, buffer: Any) -> BufferAnnotation | None:
         if not isinstance(buffer, tirx.Buffer) or _is_view(buffer, self._buffers.get(buffer.data)):

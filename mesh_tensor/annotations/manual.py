@@ -39,9 +39,7 @@ class Experts:
     @staticmethod
     def parse(said: Any) -> Experts | None:
         """What a text says of it."""
-        if said is None:
-            return None
-        return Experts(str(said["body"]), tuple(map(str, said["axes"])), int(said["room"]))
+        return None if said is None else Experts(str(said["body"]), tuple(map(str, said["axes"])), int(said["room"]))
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,7 @@ def is_pattern(name: Any) -> bool:
 
 def _fits(pattern: str | re.Pattern[str], name: str) -> bool:
     """The whole name: a regular expression, or a text as for files, whose `*` also stands for dots."""
-    if isinstance(pattern, re.Pattern):
-        return pattern.fullmatch(name) is not None
-    return fnmatchcase(name, pattern)
+    return pattern.fullmatch(name) is not None if isinstance(pattern, re.Pattern) else fnmatchcase(name, pattern)
 
 
 def _text(pattern: str | re.Pattern[str]) -> str:

@@ -210,9 +210,7 @@ def _environment(importer: Any) -> Iterator[None]:
 
 def _values(importer: Any, arg: Any) -> Any:
     """What a node stands for; of several, of each."""
-    if isinstance(arg, torch.fx.Node):
-        return importer.env[arg]
-    return [_values(importer, one) for one in arg]
+    return importer.env[arg] if isinstance(arg, torch.fx.Node) else [_values(importer, one) for one in arg]
 
 
 def _sizes(importer: Any, shape: Sequence[Any]) -> list[Any]:

@@ -271,9 +271,7 @@ def _complete(
 
 
 def _times(writer: Writer, value: relax.Expr, share: float) -> relax.Expr:
-    if share == 1.0:
-        return value
-    return writer.emit(op.multiply(value, relax.const(share, value.struct_info.dtype)))
+    return value if share == 1.0 else writer.emit(op.multiply(value, relax.const(share, value.struct_info.dtype)))
 
 
 def _added(writer: Writer, before: relax.Expr | None, gradient: relax.Expr, value: Value) -> relax.Expr:

@@ -42,9 +42,7 @@ def kind_within(kind: AnyKind) -> Kind:
 
 def with_kind(old: AnyKind, new: Kind | Divided) -> AnyKind:
     """The kind with another one within its groups."""
-    if not isinstance(old, Apart) or isinstance(new, (Mixed, Fixed)):
-        return new
-    return Apart(new, old.split)
+    return new if not isinstance(old, Apart) or isinstance(new, (Mixed, Fixed)) else Apart(new, old.split)
 
 
 def settled(kind: AnyKind, name: str) -> Kind:

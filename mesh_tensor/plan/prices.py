@@ -75,9 +75,7 @@ def _change_on(prices: Prices, shape: tuple[int, ...], dtype: str, src: Sharding
 @lru_cache(maxsize=65536)
 def bytes_moved(shape: tuple[int, ...], dtype: str, src: Sharding, dst: Sharding) -> int:
     """What one device receives when a tensor goes from one layout to another."""
-    if src == dst:
-        return 0
-    return RedistributionPlan.make(shape, dtype, itemsize(dtype), src, dst).bytes
+    return 0 if src == dst else RedistributionPlan.make(shape, dtype, itemsize(dtype), src, dst).bytes
 
 
 def node_flops(node: Node) -> int:

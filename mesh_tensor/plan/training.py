@@ -250,9 +250,7 @@ class Updates:
         new, *kept = [emit(relax.TupleGetItem(made, n), f"new_{name}") for n in range(1 + len(own))]
         nothing = relax.const(float("nan"), dtype)
         new = emit(op.where(emit(op.isfinite(gradient)), new, nothing), f"new_{name}")
-        if wide is parameter:
-            return [new, *kept]
-        return [emit(op.astype(new, narrow), f"new_{name}"), *kept, new]
+        return [new, *kept] if wide is parameter else [emit(op.astype(new, narrow), f"new_{name}"), *kept, new]
 
     def _function(self, optimizer: WrittenOptimizer, shape: tuple[int, ...], dtype: str) -> ir.GlobalVar:
         if (shape, dtype) not in self._by_type:

@@ -134,9 +134,7 @@ def divisions(func: relax.Function, symbols: Sequence[str]) -> Divisions | None:
     except (_OtherError, KeyError):
         return None
     made = tuple(found[name] for name in symbols)
-    if max(made, default=1) > _LARGEST_PERIOD:
-        return None
-    return Divisions(made, frozenset(constants), tuple(choices))
+    return None if max(made, default=1) > _LARGEST_PERIOD else Divisions(made, frozenset(constants), tuple(choices))
 
 
 def _value(expr: tirx.PrimExpr, sizes: Mapping[str, int]) -> int:

@@ -119,9 +119,7 @@ def _without_partial(sharding: Sharding) -> Sharding:
 def _reduced(src: Sharding, shape: tuple[int, ...], is_small: bool) -> Sharding:
     """A layout of the sending mesh without partial axes: each splits a dim after it is reduced, where one can."""
     whole = _without_partial(src)
-    if not src.partial or is_small:
-        return whole
-    return _spread_out(whole, shape, only=[axis for axis, _ in src.partial])
+    return whole if not src.partial or is_small else _spread_out(whole, shape, only=[axis for axis, _ in src.partial])
 
 
 def _spread_out(sharding: Sharding, shape: tuple[int, ...], only: Sequence[str] | None = None) -> Sharding:

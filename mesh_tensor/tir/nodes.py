@@ -41,9 +41,7 @@ def used(where: tirx.Stmt | tirx.PrimExpr) -> set[tirx.Var]:
 
 def conjuncts(condition: tirx.PrimExpr) -> list[tirx.PrimExpr]:
     """The conditions that hold where this one does, as it is written, in order."""
-    if isinstance(condition, tirx.And):
-        return conjuncts(condition.a) + conjuncts(condition.b)
-    return [condition]
+    return conjuncts(condition.a) + conjuncts(condition.b) if isinstance(condition, tirx.And) else [condition]
 
 
 def _in_expression(expr: tirx.PrimExpr, kinds: tuple[type, ...]) -> list[Any]:

@@ -27,9 +27,7 @@ _LEAVES_LOOP = ("tirx.break_loop", "tirx.continue_loop")
 
 def lean_products(body: tirx.Stmt) -> tirx.Stmt:
     """`body`, a re-targeted kernel, without loops that only prepare a block for a product."""
-    if not any(is_product(stmt) for stmt in nodes(body, tirx.Evaluate)):
-        return body
-    return _Lean(body).run()
+    return _Lean(body).run() if any(is_product(stmt) for stmt in nodes(body, tirx.Evaluate)) else body
 
 
 def map_sequences(stmt: tirx.Stmt, change: Callable[[list[tirx.Stmt]], list[tirx.Stmt]]) -> tirx.Stmt:

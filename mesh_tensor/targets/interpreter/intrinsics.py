@@ -42,9 +42,7 @@ def _round(x: Any) -> Any:
 
 def _fma(a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once where a wider float holds the product."""
-    if a.dtype != np.float32:
-        return a * b + c
-    return (np.asarray(a, np.float64) * b + c).astype(np.float32)[()]
+    return a * b + c if a.dtype != np.float32 else (np.asarray(a, np.float64) * b + c).astype(np.float32)[()]
 
 
 def _power_of_int(base: Any, exponent: Any) -> Any:
