@@ -38,7 +38,7 @@ def _scanned(node: torch.fx.Node, importer: Any, body: Any, first: Exprs, elemen
     rows = [row.meta["val"] if isinstance(row, torch.fx.Node) else None for row in output.args[0][len(first) :]]
     made = {number: row for number, row in enumerate(rows) if row is not None}
     blank = [
-        emit(importer, relax.op.zeros([steps, *_sizes(importer, row.shape)], dtype_name(row.dtype)))
+        emit(importer, relax.op.zeros([steps, *[importer.size(size) for size in row.shape]], dtype_name(row.dtype)))
         for row in made.values()
     ]
     states, stacks, taken = len(first), len(made), len(elements)
@@ -211,7 +211,3 @@ def _environment(importer: Any) -> Iterator[None]:
 def _values(importer: Any, arg: Any) -> Any:
     """What a node stands for; of several, of each."""
     return importer.env[arg] if isinstance(arg, torch.fx.Node) else [_values(importer, one) for one in arg]
-
-
-def _sizes(importer: Any, shape: Sequence[Any]) -> list[Any]:
-    return [importer.size(size) for size in shape]

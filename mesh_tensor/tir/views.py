@@ -67,7 +67,8 @@ class _Resolver:
                 if not view.same_as(base) and has_equal_bits(view, base):
                     self._maps[view] = ViewMap(view, base, self._analyzer)
         self._views = {view for memory in found for view in memory.views}
-        self._safe = _safe_values(func)
+        # the memories outside of which copies read something else than 0
+        self._safe = {data for key, value in _notes(func) if key == "safe_value_map" for data in value}
 
     def run(self) -> tirx.PrimFunc:
         body = self._rewritten(self._func.body)
@@ -272,11 +273,6 @@ def _notes(func: tirx.PrimFunc) -> list[tuple[str, dict]]:
 
 def _has_notes(func: tirx.PrimFunc, memory: Memory) -> bool:
     return any(memory.owner.data in value for _, value in _notes(func))
-
-
-def _safe_values(func: tirx.PrimFunc) -> set[tirx.Var]:
-    """The memories outside of which copies read something else than 0."""
-    return {data for key, value in _notes(func) if key == "safe_value_map" for data in value}
 
 
 def _element(region: Region, loops: Sequence[tuple[tirx.Var, tirx.PrimExpr]]) -> list[tirx.PrimExpr]:

@@ -160,7 +160,7 @@ class Iteration(Expressions):
             if before.part is None or added.part is None:
                 before, added = self._as_block(before, statement), self._as_block(added, statement)
             return largest(before, added)
-        if statement.op == "prod" and not self._repeats(statement):
+        if statement.op == "prod" and not self._over(statement):
             product = times(before, added)
             return None if product is None else product.past(product_past(before.padding, added.padding))
         return None
@@ -169,10 +169,6 @@ class Iteration(Expressions):
         """What an iteration has of its own, known by the statement that takes it into a maximum."""
         own = value.part is not None and (self.ordered or (self.by_position and _is_point(value)))
         return _block_maximum(statement) if own else value
-
-    def _repeats(self, statement: Statement) -> bool:
-        """Whether one iteration runs the statement more than once on an element."""
-        return bool(self._over(statement))
 
     def _over(self, statement: Statement) -> set[tirx.Var]:
         """What a statement walks in one iteration, and its target does not."""

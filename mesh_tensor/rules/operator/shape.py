@@ -132,7 +132,7 @@ def split(call: OpCall) -> OpRule:
     """Into n equal parts: the dim is (n, part), and nothing splits n."""
     axis = call.axis(call.attr("axis", 0))
     parts = [out.shape[axis] for out in call.outputs]
-    dims = _but(call, axis)
+    dims = tuple(None if d == axis else f"d{d}" for d in range(call.inputs[0].ndim))
     if len(set(parts)) != 1 or parts[0] * len(parts) != call.inputs[0].shape[axis]:
         return OpRule((dims,), (dims,) * len(parts), linear=_ALL, moves=True)
     taken: tuple[Dim, ...] = (*dims[:axis], ("n", "part"), *dims[axis + 1 :])
@@ -201,8 +201,3 @@ def pixel_shuffle(call: OpCall) -> OpRule:
         linear=_ALL,
         moves=True,
     )
-
-
-def _but(call: OpCall, axis: int) -> tuple[Dim, ...]:
-    """The first operand's dims, parallel but for one."""
-    return tuple(None if d == axis else f"d{d}" for d in range(call.inputs[0].ndim))
