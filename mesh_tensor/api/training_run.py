@@ -7,22 +7,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from mesh_tensor.base.errors import did_you_mean, listing, refuse, shown
-from mesh_tensor.base.optimizer import IMPLIED, MASTER, MOST_LR, SLOT_NORM, Optimizer, is_number
+from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.optimizer import IMPLIED, MOST_LR, SLOT_NORM, Optimizer
 from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.program.program import Program
 from mesh_tensor.rules.operator.dropout import SEED_NAME
-from mesh_tensor.runtime.ambient import undisturbed, why_not_plain
+from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.backend import Leave, finishing
 from mesh_tensor.runtime.elementwise import not_finite, within
-from mesh_tensor.runtime.ranks import is_dtensor
-from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
-from mesh_tensor.targets.dtypes import as_floats, is_plain
+from mesh_tensor.targets.dtypes import as_floats
 
 from .module_launch import parts_of
 from .training import TrainingStep
 from .training_optimizer import STEP
+from .training_state import Loading, check_mesh
 
 if TYPE_CHECKING:
     from .mesh_module import MeshModule
@@ -72,7 +71,7 @@ class TrainingRun:
         known = self._step.complex_inputs
         tensors = {**dict(zip(free, batch, strict=True)), **named}
         tensors = {name: as_floats(t) if known is None or name in known else t for name, t in tensors.items()}
-        self._check_mesh(tensors)
+        check_mesh(self._module, tensors)
         tensors[NUMBERS_NAME] = self._step.numbers(self.steps)
         if self._step.seed is not None:
             tensors[SEED_NAME] = self._step.dropout_seed(self.steps)
@@ -172,84 +171,14 @@ class TrainingRun:
         given = state.values() if isinstance(state, Mapping) else ()
         with self._module.turns.one("a state that is loaded", given):
             with self._module.as_call(given):
-                tensors, numbers = self._loadable(state, strict)
+                loading = Loading(self._step, self._module, self._counts())
+                tensors, numbers = loading.checked(state, self._check_there, strict)
             if len(tensors) < len(self._step.state):
                 tensors = {**self._module.whole_state(self._kept, None), **tensors}
             kept = self._module.as_state(tensors)
             self._state, self.steps, self._lost = kept, int(numbers.get(STEP, self.steps) or 0), ""
             self._bounded = self._is_bounded(kept)
             self._scale = self._scale and self._scale.loaded(numbers)
-
-    def _loadable(self, state: Any, strict: bool) -> tuple[dict[str, Any], dict[str, float | None]]:
-        """The state by the module's parameters, and the numbers of it."""
-        names = {theirs: ours for theirs, ours in self._step.names.items() if ours in self._step.state}
-        counts = self._counts()
-        if not isinstance(state, Mapping):
-            refuse(f"{shown(state)} is no state", fix="pass what state_dict() gave")
-        state = {name: as_floats(value) for name, value in state.items()}
-        self._check_mesh(state)
-        known = [*names, *counts]
-        problems = [f"{name!r} is missing" for name in known if strict and name not in state]
-        if not problems and any(name not in state for name in names):
-            self._check_there()
-        every = [*self._step.names, *counts]
-        problems += [f"there is no {name!r}{did_you_mean(name, known)}" for name in state if name not in every]
-        problems += [
-            found for n in names if n in state and (found := _differs(n, state[n], self._step.state[names[n]]))
-        ]
-        problems += [
-            f"{name!r} is not trained, and is another than the model's"
-            for name, ours in self._step.names.items()
-            if name in state and ours in self._step.fixed and not _is_same(state[name], self._fixed(ours))
-        ]
-        loaded = {ours: state[name] for name, ours in names.items() if name in state}
-        problems = problems or self._apart(loaded)
-        numbers = {name: _number(state[name]) for name in counts if name in state}
-        problems += [f"{n!r} is {shown(state[n])}, and no number" for n, number in numbers.items() if number is None]
-        if problems:
-            fix = "load what state_dict() of the same model and optimizer gave; strict=False keeps what is missing"
-            refuse(problems, where="the state to load", fix=fix)
-        return self._with_masters(loaded), numbers
-
-    def _apart(self, tensors: Mapping[str, Any]) -> list[str]:
-        """Parameters that are not what the wide copy beside them is in 16 bits: the next step would overwrite them.
-        Whole tensors alone are looked at."""
-        theirs = {ours: name for name, ours in self._step.names.items()}
-        pairs = [(mine.parameter, mine.slots[MASTER]) for mine in self._step.kept if MASTER in mine.slots]
-        return [
-            f"{theirs[name]!r} is another than {theirs[master]!r}, which is trained: leave that out (strict=False)"
-            for name, master in pairs
-            if is_plain(tensors.get(name))
-            and is_plain(tensors.get(master))
-            and not _is_same(tensors[name], tensors[master].to(tensors[name].dtype))
-        ]
-
-    def _with_masters(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """What is loaded, with the wide copies of parameters that come without theirs: the next step would overwrite
-        them with what the run's own are; and the other way round."""
-        for mine in self._step.kept:
-            name, master = mine.parameter, mine.slots.get(MASTER, mine.parameter)
-            for there, missing in ((name, master), (master, name)):
-                if there in tensors and missing not in tensors:
-                    given = tensors[there]
-                    value = given.full() if isinstance(given, MeshTensor) else given.detach()
-                    tensors[missing] = value.to(self._step.state[missing].dtype)
-        return tensors
-
-    def _fixed(self, name: str) -> torch.Tensor:
-        """What is not trained of the parameters, as it was when the step was distributed; of DTensors all ranks would
-        have to ask: there it is the model's."""
-        return self._step.fixed[name] if self._module.is_on_ranks else self._module.weight(name, True)
-
-    def _check_mesh(self, tensors: Mapping[str, Any]) -> None:
-        """The state lies where the step was distributed: on a virtual mesh there is no rank's part of it."""
-        given = [name for name, tensor in tensors.items() if is_dtensor(tensor)]
-        if given and not self._module.is_on_ranks:
-            refuse(
-                f"{listing(given)} given as DTensors to a step on a virtual mesh",
-                where=f"a training run on {self._module.mesh}",
-                fix="distribute the step on their DeviceMesh: distribute_module(step, device_mesh, ...)",
-            )
 
     def _check_there(self) -> None:
         if self._lost:
@@ -311,32 +240,3 @@ class TrainingRun:
     def __repr__(self) -> str:
         batch = ", ".join(self._step.inputs)
         return f"TrainingRun({batch}; {self._step.optimizer.name}, {self.steps} steps, {self._module.mesh})"
-
-
-def _number(value: Any) -> float | None:
-    """One finite number from 0 on, which a tensor may have; None: it is none."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
-        value = value.item()
-    return float(value) if is_number(value) else None
-
-
-def _is_same(given: Any, own: torch.Tensor) -> bool:
-    """Whether a tensor in any form has the same elements."""
-    value = given.full() if isinstance(given, MeshTensor) else given.full_tensor() if is_dtensor(given) else given
-    if not isinstance(value, torch.Tensor) or _differs("", value, own):
-        return False
-    own = own.to(value.device)
-    return bool(((value == own) | ((value != value) & (own != own))).all())
-
-
-@torch.no_grad()
-def _differs(name: str, tensor: Any, expected: torch.Tensor) -> str:
-    if isinstance(tensor, torch.Tensor) and (problem := why_not_plain(tensor)):
-        return f"{name!r}: {problem[0]}"
-    if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-        return f"{name!r} is on device meta, without elements"
-    shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
-    if shape is None or tuple(shape) != tuple(expected.shape) or dtype != expected.dtype:
-        found = type(tensor).__name__ if shape is None else f"{tuple(shape)} {dtype}"
-        return f"{name!r} is {found}, but has to be {tuple(expected.shape)} {expected.dtype}"
-    return ""
