@@ -16,17 +16,7 @@ from tvm import ir, relax, tirx
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 
-from .expert_rounds import (
-    Carried,
-    Run,
-    expert_round,
-    function_of,
-    is_known,
-    on_one_device,
-    sizes_of,
-    tile_of,
-    widened,
-)
+from .expert_rounds import Carried, Run, expert_round, function_of, is_known, on_one_device, sizes_of, tile_of, widened
 from .manual import Experts, Manual, manual_call
 
 op = relax.op

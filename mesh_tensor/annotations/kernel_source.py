@@ -265,7 +265,6 @@ def _extents(side: Any) -> list[Any] | None:
 
 
 def _alike(ours: list[Any] | None, theirs: list[Any]) -> bool:
-    """Whether both are certainly the same extents."""
     if ours is None or len(ours) != len(theirs):
         return False
     prove = Prover().can_prove_equal

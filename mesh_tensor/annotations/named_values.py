@@ -36,7 +36,6 @@ class NamedValues:
 
     @cached_property
     def _unused(self) -> set[Key]:
-        """The parameters that nothing uses."""
         return {
             (name, param.name_hint)
             for name, func in self._functions.items()

@@ -70,7 +70,6 @@ class SourceNames:
 
 
 def _unwrapped(name: str) -> str:
-    """The name without what wrappers put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS).removeprefix("model.")
 
 

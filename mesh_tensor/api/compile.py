@@ -19,7 +19,7 @@ from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.program.from_kernel import Lowering
 from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.program import Program
-from mesh_tensor.program.symbolic import Lower, Programs
+from mesh_tensor.program.symbolic import Programs
 from mesh_tensor.rules.kernel.sharding_rule import sharding_rule
 from mesh_tensor.runtime.ambient import is_plain, plain, refuse_traced, uncompiled, undisturbed
 from mesh_tensor.runtime.ranks import are_current, is_dtensor, ranks_of
@@ -29,7 +29,7 @@ from mesh_tensor.tir.grids import grids_of
 
 from .backward import Gradients, laid_out_alike
 from .combinations import tried
-from .compiled import Compiled, KernelRunner, OutIdx, VirtualKernel, call_forms, given_out_idx, in_order, refuse_count
+from .compiled import Compiled, OutIdx, VirtualKernel, call_forms, given_out_idx, in_order, refuse_count
 from .rank_kernel import RankKernel
 from .rank_locals import Shapes
 from .signature import Signature
@@ -94,7 +94,7 @@ class MeshKernel:
     def __init__(
         self,
         func: tirx.PrimFunc,
-        lower: Lower,
+        lower: Lowering,
         *,
         target: str,
         out_idx: OutIdx,
@@ -169,7 +169,7 @@ class MeshKernel:
     @uncompiled
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         device_mesh = next((arg.device_mesh for arg in (*args, *named.values()) if is_dtensor(arg)), None)
-        runner: KernelRunner = self._virtual if device_mesh is None else self.on_ranks(device_mesh)
+        runner: VirtualKernel | RankKernel = self._virtual if device_mesh is None else self.on_ranks(device_mesh)
         return self._run(runner, runner, args, named)
 
     @uncompiled
@@ -190,7 +190,7 @@ class MeshKernel:
 
     def _run(
         self,
-        runner: KernelRunner,
+        runner: VirtualKernel | RankKernel,
         run: Callable[..., Sequence[Any]],
         args: tuple[Any, ...],
         named: dict[str, Any],
@@ -253,7 +253,7 @@ class MeshKernel:
         return f"MeshKernel({self._signature.name}({names}), {self.mesh}, target={self._compiled.target.name!r})"
 
 
-def _made_again(func: tirx.PrimFunc, lower: Lower, options: dict[str, Any]) -> MeshKernel:
+def _made_again(func: tirx.PrimFunc, lower: Lowering, options: dict[str, Any]) -> MeshKernel:
     return MeshKernel(func, lower, **options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from tvm import tirx
@@ -45,16 +45,6 @@ class Compiled:
     writes: frozenset[str]
     programs: Programs
     ran: Callable[[Program, Callable[[], list[Any]]], None]
-
-
-class KernelRunner(Protocol):
-    """Runs a kernel somewhere: on a virtual mesh, or as a rank of a process group."""
-
-    def __call__(self, given: Mapping[str, Any], returned: Sequence[str]) -> Sequence[Any]:
-        """Run on arguments by parameter; the written parameters `returned`."""
-
-    def refuse_call(self, error: Exception) -> NoReturn:
-        """Raise `error` instead of a call."""
 
 
 def notes_on(program: Program, target: str, arrived: Sequence[Transfer]) -> Iterator[tuple[str, ...]]:

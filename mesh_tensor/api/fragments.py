@@ -15,8 +15,8 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipelining.fragments import FragmentFunction, JointStage, fragments_of, gradient_name, without_gradient
 from mesh_tensor.pipelining.stages import FUNCTION, Stage
+from mesh_tensor.plan.explicit import completed_last
 from mesh_tensor.plan.gradient import gradient_function
-from mesh_tensor.plan.left_partial import completed_last
 from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.redistribution.transfer import TransferPlan
 from mesh_tensor.runtime.ranks.dtensor import mesh_of

@@ -64,7 +64,6 @@ def stated(config: Any, given: Mapping[str, Any], width: int) -> dict[str, Any]:
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
-    """All that a config says."""
     made = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(made, Mapping):
         refuse(

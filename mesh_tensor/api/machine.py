@@ -24,10 +24,19 @@ from mesh_tensor.runtime.virtual.mesh_tensor import distribute
 from mesh_tensor.simulation import Simulation
 from mesh_tensor.simulation.pipelines import simulate_pipeline
 
-from .kernel_classes import this_processor, with_kernel
 from .module import distribute_module
 from .pipeline import pipeline
-from .probe_models import activations, block, kernel_rate, perceptrons, product_kernel, row_kernel, timed_kernel
+from .probe_models import (
+    activations,
+    block,
+    kernel_rate,
+    perceptrons,
+    product_kernel,
+    row_kernel,
+    this_processor,
+    timed_kernel,
+    with_kernel,
+)
 from .probes import LINEAR, PROBES, PRODUCT, SIDES, Chain, Probe, least
 
 _LARGEST = 1 << 22  # elements: freeing that much once, the C library keeps what is freed later

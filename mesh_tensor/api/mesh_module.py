@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from tvm import ir
@@ -21,10 +21,13 @@ from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.ranks.alike import values_of
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 
-from .module_calls import ModuleCalls, Recording, requires_gradients
+from .module_calls import ModuleCalls, requires_gradients
 from .module_launch import ModuleState
 from .module_ports import HeldWeights, Refined, checked_state, whole
 from .own_memory import apart
+
+if TYPE_CHECKING:
+    from .module_gradient import RecordedModule
 
 
 class MeshModule(ModuleCalls):
@@ -123,7 +126,6 @@ class MeshModule(ModuleCalls):
         return self._form.result(result if isinstance(result, tuple) else [result])
 
     def _recorded(self, given: Sequence[Any], bind: Callable[[], dict[str, Any]]) -> Any:
-        """A call that autograd records."""
         with torch.no_grad():
             tensors, sizes = self._checked(given, bind, lambda tensors, sizes, _: (tensors, sizes))
         wanted = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
@@ -133,7 +135,7 @@ class MeshModule(ModuleCalls):
                 return self._run(given, bind)
         return recorded(tensors)
 
-    def _recording(self, sizes: Mapping[Any, int], wanted: Sequence[str]) -> Recording:
+    def _recording(self, sizes: Mapping[Any, int], wanted: Sequence[str]) -> RecordedModule:
         problems = [f"it writes {self._signature.names[name][0]!r}" for name in self._state]
         problems += [f"its weight {name!r} requires a gradient, but is a constant" for name in self._with_gradients]
         if problems or self._recorder is None:

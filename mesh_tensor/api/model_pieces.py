@@ -292,7 +292,6 @@ def elements_of(here: StageFragments, names: Iterable[str]) -> int:
 
 
 def _whole_bytes(here: StageFragments, names: Iterable[str]) -> int:
-    """Of values of a stage as one."""
     return sum(math.prod(here.types[name][0]) * here.types[name][1].itemsize for name in names)
 
 

@@ -129,6 +129,7 @@ def distribute_module(
         form=form,
         constants=constants,
         recorder=None if step else partial(RecordedModule, options=Options(target, poison=poison, plan=options)),
+        kept=step.state if step else (),
     )
     return made if step is None else TrainingRun(step, made)
 
@@ -153,7 +154,6 @@ def _step_module(
 
 
 def _mesh(mesh: Any) -> Mesh:
-    """The names and sizes of a mesh in any form."""
     return mesh_of(mesh) if type(mesh).__name__ == "DeviceMesh" else Mesh(mesh)
 
 

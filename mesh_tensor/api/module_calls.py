@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from tvm import ir
@@ -38,27 +38,15 @@ from .module_ranks import HandOn, RankModuleLaunch, around_handing_on
 from .on_ranks import OnRanks, Turns, device_mesh_of
 from .own_memory import kept_apart
 
+if TYPE_CHECKING:
+    from .module_gradient import RecordedModule
+
 T = TypeVar("T")
 AnyLaunch: TypeAlias = "ModuleLaunch | RankModuleLaunch"
 
 
-class Recording(Protocol):
-    """A module's function of known sizes, as autograd runs it."""
-
-    @property
-    def wanted(self) -> Sequence[str]:
-        """The parameters that get gradients."""
-
-    @property
-    def modules(self) -> Sequence[Any]:
-        """The modules that run then."""
-
-    def __call__(self, tensors: Mapping[str, Any]) -> Any:
-        """What the function returns for these tensors of all its parameters that are no weights."""
-
-
 # Of a module's function on a mesh, where gradients of some parameters are asked for; the weights are constants.
-Recorder = Callable[[ir.IRModule, str, Any, Sequence[str], HeldWeights], Recording]
+Recorder = Callable[[ir.IRModule, str, Any, Sequence[str], HeldWeights], "RecordedModule"]
 
 
 def requires_gradients(given: Sequence[Any]) -> bool:
@@ -89,7 +77,9 @@ class ModuleCalls(OnRanks):
         form: CallForm | None = None,
         constants: Constants | None = None,
         recorder: Recorder | None = None,
+        kept: Collection[str] = (),
     ) -> None:
+        """`kept`: parameters that callers have as plans want them, from one call to the next."""
         self._function, self._target = function, find_target(target)
         self._form, self._constants, self._recorder = form, constants or Constants(), recorder
         self._poison, self._options = poison, options
@@ -98,8 +88,9 @@ class ModuleCalls(OnRanks):
         given = self._signature.weights(weights, self._target.device_type)
         self._state, self.turns = state_of(mod[function], given, donate), Turns(self.as_call)
         self._weights = HeldWeights.of({n: t for n, t in given.items() if n not in self._state}, weights, donate)
+        self._laid_out = frozenset({*self._weights, *self._state, *kept})
         self._with_gradients = [n for n, t in weights.items() if isinstance(t, torch.Tensor) and t.requires_grad]
-        self._recordings: Recent[tuple, Recording] = Recent(MODULE_SIZES)
+        self._recordings: Recent[tuple, RecordedModule] = Recent(MODULE_SIZES)
         self._device_mesh = mesh if type(mesh).__name__ == "DeviceMesh" else device_mesh_of(self._weights.values())
         named = mesh_of(mesh) if mesh is self._device_mesh and mesh is not None else mesh
         stated = read_module_annotations(mod, function, None if named is None else Mesh(named), strict=strict)
@@ -310,7 +301,7 @@ class ModuleCalls(OnRanks):
 
     def _planned(self, sizes: Mapping[Any, int], ranks: Ranks | None = None, whole_axes: bool = False) -> ModulePlan:
         self._sizes = sizes
-        return self._plans.of(sizes, self._weights, whole_axes, on_ranks=ranks is not None)
+        return self._plans.of(sizes, self._laid_out, whole_axes, on_ranks=ranks is not None)
 
 
 def _call_alike(launch: AnyLaunch, tensors: Mapping[str, Any], totals: dict[int, MeshTensor] | None) -> Any:

@@ -126,17 +126,13 @@ def _of_rank(rank: int) -> str:
 
 def _owners(tensor: Any) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:
     """Offset and extent of every part of a DTensor -> the first rank of the mesh that has it."""
-    sharding = _sharding(tensor)
+    sharding = from_placements(mesh_of(tensor.device_mesh), tensor.ndim, tensor.placements)
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for rank in range(sharding.mesh.num_devices):
         part = sharding.tile_offset(tensor.shape, rank), sharding.valid_extent(tensor.shape, rank)
         if all(part[1]):
             found.setdefault(part, rank)
     return found
-
-
-def _sharding(tensor: Any) -> Sharding:
-    return from_placements(mesh_of(tensor.device_mesh), tensor.ndim, tensor.placements)
 
 
 def _entry(name: str, tensor: Any) -> Any:
@@ -146,10 +142,7 @@ def _entry(name: str, tensor: Any) -> Any:
 
 
 def load(
-    folder: str | os.PathLike[str],
-    mesh: Any = None,
-    shardings: Mapping[str, Any] | None = None,
-    **options: Any,
+    folder: str | os.PathLike[str], mesh: Any = None, shardings: Mapping[str, Any] | None = None, **options: Any
 ) -> MeshModule:
     """What `save` wrote, as a module on a mesh: of as many devices as you have now. Weights are read where they are
     needed, on ranks a rank's tiles only. Results are tensors and tuples: classes of a model's own are not saved.

@@ -19,7 +19,7 @@ from mesh_tensor.base.recent import Recent
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.importers.weight_files import StoredTensor
-from mesh_tensor.plan.atoms import Sizes, made_plain, plain_sharding
+from mesh_tensor.plan.atoms import made_plain, plain_sharding
 from mesh_tensor.plan.ir import Interleaved
 from mesh_tensor.program.plan_module import ModulePlan, Port
 from mesh_tensor.program.program import ProgramValue
@@ -33,16 +33,10 @@ from .own_memory import apart
 
 
 @dataclass(frozen=True)
-class ModulePort:
-    """A parameter or a result: `dims` are the atoms of each of its dims, `sharding` lies over all atoms. `order`: in
-    which order the program has a dim, if that is not the caller's. `parts`: how the caller's mesh is taken apart in the
+class ModulePort(Port):
+    """A parameter or a result, as tensors go through it. `parts`: how the caller's mesh is taken apart in the
     program's, if it is."""
 
-    name: str
-    dtype: str
-    dims: tuple[Sizes, ...]
-    sharding: Sharding
-    order: Interleaved | None = None
     parts: Refinement | None = None
 
     @cached_property
@@ -195,7 +189,7 @@ def ports_of(plan: ModulePlan) -> list[ModulePort]:
 
 def module_port(plan: ModulePlan, port: Port) -> ModulePort:
     """One of these."""
-    return ModulePort(port.name, port.dtype, port.dims, port.sharding, port.order, plan.refinement)
+    return ModulePort(**vars(port), parts=plan.refinement)
 
 
 def _interleaved(tensor: torch.Tensor, order: Interleaved) -> torch.Tensor:

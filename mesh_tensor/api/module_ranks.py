@@ -254,12 +254,7 @@ def by_names(
 
 
 def around_handing_on(
-    plan: ModulePlan,
-    carried: Records,
-    *,
-    ends: Collection[int],
-    totals: Collection[int],
-    handed_on: Collection[int],
+    plan: ModulePlan, carried: Records, *, ends: Collection[int], totals: Collection[int], handed_on: Collection[int]
 ) -> tuple[Sequence[Step], Sequence[Step]]:
     """What a rank runs of a plan until the results `handed_on` are there, nothing where that comes last, and what it
     runs then; all as RankModuleLaunch takes it."""

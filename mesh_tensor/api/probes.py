@@ -78,7 +78,6 @@ def _rows_of(side: int) -> Shapes:
 
 
 def _emitted(x: relax.Expr) -> relax.Var:
-    """A step of the function that is being made."""
     return relax.BlockBuilder.current().emit(x)
 
 

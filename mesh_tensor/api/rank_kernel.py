@@ -232,7 +232,6 @@ class RankKernel:
         return sizes, {}, said
 
     def _problems(self, tilings: Mapping[str, Tiling], given: Mapping[str, Any]) -> list[str]:
-        """What is wrong with local tensors."""
         found = {name: problem(tilings[name], self._device, given[name]) for name in tilings if name in given}
         return [f"parameter {name!r}: {words}" for name, words in found.items() if words]
 

@@ -23,16 +23,8 @@ from mesh_tensor.plan.training import LOSS_SCALE_NAME, NUMBERS_NAME, AnyOptimize
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 
 from .training_checks import check_gradients, check_loss
-from .training_import import (
-    ImportedLoss,
-    Parts,
-    check_names,
-    imported_loss,
-    microbatches_of,
-    microbatches_of_module,
-)
-from .training_optimizer import COUNTS, LossScale, Rule, any_optimizer
-from .training_state import first_state, masters, names_held, trained
+from .training_import import ImportedLoss, Parts, check_names, imported_loss, microbatches_of, microbatches_of_module
+from .training_optimizer import COUNTS, LossScale, Rule, any_optimizer, first_state, masters, names_held, trained
 
 Schedule = Callable[[int], float]
 _LARGEST_LR = torch.finfo(torch.float32).max
@@ -198,8 +190,6 @@ def training_step(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What was asked for beside model and loss."""
-
     optimizer: AnyOptimizer
     zero: int
     clip_norm: float | None

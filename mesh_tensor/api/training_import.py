@@ -93,7 +93,6 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = Tru
 
 
 def _value(model: nn.Module, loss: Loss, inputs: Tensors) -> torch.Tensor:
-    """The model's loss in torch."""
     try:
         return model(*inputs) if loss is None else loss(model(*inputs[:-1]), inputs[-1])
     except Exception as error:  # whatever the model's own code raises
@@ -116,7 +115,6 @@ def buffers_kept(model: nn.Module) -> Iterator[dict[str, tuple[torch.Tensor, tor
 
 
 def _put_back(before: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Buffers are what their copies are."""
     with torch.no_grad():
         for buffer, kept in before.values():
             if not torch.equal(buffer, kept):  # torch counts what is written, even with the same

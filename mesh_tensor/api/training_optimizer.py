@@ -1,22 +1,66 @@
-"""An optimizer as a function of torch tensors: how a step of training takes it; and LossScale: what the loss is
-multiplied with before gradients are taken, so that small ones survive in 16 bits."""
+"""What a step of training starts from: the parameters that it trains, what is kept of them; an optimizer as a function
+of torch tensors; and LossScale: what the loss is multiplied with before gradients are taken, so that small ones
+survive in 16 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import nn
-from tvm import relax
+from tvm import ir, relax
 
+from mesh_tensor.annotations.names import source_names
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
 from mesh_tensor.base.optimizer import MASTER, OPTIMIZERS, Optimizer, is_number
+from mesh_tensor.importers import ImportedModule
+from mesh_tensor.importers.constants import Copy
 from mesh_tensor.importers.torch_frontend import from_torch
-from mesh_tensor.plan.training import AnyOptimizer, WrittenOptimizer
+from mesh_tensor.plan.training import AnyOptimizer, Kept, WrittenOptimizer
 from mesh_tensor.targets.dtypes import torch_dtype
+
+from .training_import import ImportedLoss
+
+
+def trained(module: ImportedModule) -> list[str]:
+    """The parameters that are trained, by name: those that require a gradient."""
+    kept = {*module.state, *module.buffers, *module.frozen}
+    names = [n for n, tensor in module.params.items() if tensor.is_floating_point() and n not in kept]
+    if not names:
+        refuse("the model has no parameter to train", fix="some parameter has to require a gradient")
+    return names
+
+
+def first_state(found: ImportedLoss, kept: Sequence[Kept]) -> dict[str, torch.Tensor]:
+    """What steps change, before the first one: parameters, buffers, and what optimizers keep of these."""
+    state = {mine.parameter: found.module.params[mine.parameter] for mine in kept} | found.buffers
+    for mine in kept:
+        state |= {name: _first(slot, state[mine.parameter]) for slot, name in mine.slots.items()}
+    return state
+
+
+def masters(module: ImportedModule, kept: Sequence[Kept], state: Mapping[str, torch.Tensor]) -> dict[str, Copy]:
+    """By the parameter's name in torch: the wide copy that is trained in its place."""
+    theirs = {ours: name for name, ours in module.names.items()}
+    wide = {mine.parameter: mine.slots[MASTER] for mine in kept if MASTER in mine.slots}
+    return {theirs.get(name, name): Copy.of(state[name], state[master]) for name, master in wide.items()}
+
+
+def names_held(module: ImportedModule, mod: ir.IRModule, held: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The names of what is held, by torch's name for it, or else its own."""
+    every = {**module.names, **source_names(mod["main"])}
+    names = {theirs: ours for theirs, ours in every.items() if ours in held}
+    called = set(names.values())
+    return names | {ours: ours for ours in held if ours not in called}
+
+
+def _first(slot: str, parameter: torch.Tensor) -> torch.Tensor:
+    wide = parameter.detach().to(torch.float32 if parameter.element_size() < 4 else parameter.dtype)
+    return wide.clone() if slot == MASTER else torch.zeros_like(wide)
+
 
 Rule = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 _POSITIONAL = ("parameter", "gradient", "lr", "step")
@@ -120,7 +164,6 @@ def _imported(rule: Rule, name: str, slots: tuple[str, ...], shape: tuple[int, .
 
 
 def _exported(rule: Rule, name: str, slots: tuple[str, ...], given: Any) -> torch.export.ExportedProgram:
-    """What torch records of the rule."""
     try:
         return torch.export.export(_Step(rule, slots), given, strict=False)
     except MeshTensorError:
@@ -135,7 +178,6 @@ def _exported(rule: Rule, name: str, slots: tuple[str, ...], given: Any) -> torc
 
 
 def _as_tuple(function: relax.Function) -> relax.Function:
-    """The function with its one result in a tuple."""
     builder = relax.BlockBuilder()
     body, result = function.body, relax.TupleStructInfo([function.struct_info.ret])
     inner = relax.SeqExpr(body.blocks, relax.Tuple([body.body]))

@@ -89,7 +89,6 @@ class Optimizer:
 
 
 def _fits(option: str, value: object) -> bool:
-    """Whether an option may have the value."""
     if option == "nesterov":
         return isinstance(value, bool)
     if option == "betas":

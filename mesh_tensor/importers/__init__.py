@@ -4,5 +4,3 @@ from .imported import ImportedModule
 from .onnx_import import from_onnx
 from .saved import load_module, save_module
 from .torch_frontend import from_torch
-
-__all__ = ["ImportedModule", "from_onnx", "from_torch", "load_module", "save_module"]

@@ -42,6 +42,7 @@ class Nodes:
         self.made: list[Any] = []
         self._prefix = next((name for name in node.output if name), "none")
         self._count = itertools.count()
+        self._constants: dict[tuple[Any, ...], str] = {}
 
     def operand(self, number: int) -> str:
         """The operand's name; "" where there is none."""
@@ -65,12 +66,15 @@ class Nodes:
         return self.emit(op, [name, self.constant(axes)])
 
     def constant(self, values: Any, dtype: Any = np.int64) -> str:
-        """The name of a constant."""
-        name = f"{self._prefix}_constant_{next(self._count)}"
-        tensor = self.onnx.numpy_helper.from_array(np.asarray(values, dtype), name)
-        self.made.append(self.onnx.helper.make_node("Constant", [], [name], value=tensor))
-        return name
+        """The name of a constant; of equal ones, of the first."""
+        value = np.asarray(values, dtype)
+        key = value.dtype, value.shape, value.tobytes()
+        if key not in self._constants:
+            name = self._constants[key] = f"{self._prefix}_constant_{next(self._count)}"
+            tensor = self.onnx.numpy_helper.from_array(value, name)
+            self.made.append(self.onnx.helper.make_node("Constant", [], [name], value=tensor))
+        return self._constants[key]
 
-    def refuse(self, what: str, fix: str) -> NoReturn:
+    def refuse(self, what: str | Sequence[str], fix: str) -> NoReturn:
         """Refuse the operator."""
         refuse(what, where=f"node {self.node.name or self._prefix!r} ({self.node.op_type})", fix=fix)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from mesh_tensor.base.errors import refuse
+from .onnx_nodes import Facts, Nodes
 
 _MOST_STEPS = 4096
 _INT64, _BOOL = 7, 9  # onnx.TensorProto's
@@ -37,14 +34,14 @@ _PLAIN = frozenset({"Relu", "Sigmoid", "Softplus", "Softsign", "Tanh"})
 _WITH_NUMBERS = frozenset({"Elu", "HardSigmoid", "LeakyRelu", "ThresholdedRelu"})
 
 
-def recurrent_nodes(onnx: Any, node: Any, shape: Sequence[int | str] | None, dtype: Any) -> list[Any]:
-    """The nodes that an LSTM, GRU or RNN is made of. `shape`: that of what it takes, (positions, batch, features);
-    `dtype`: numpy's of it.
+def recurrent_nodes(onnx: Any, node: Any, facts: Facts) -> list[Any]:
+    """The nodes that an LSTM, GRU or RNN is made of.
 
     Raises:
         MeshTensorError: the number of positions is open, or an option that is not known here; all are named.
     """
-    options = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+    maker, shape = _Maker(onnx, node, facts), facts.sizes(node.input[0])  # (positions, batch, features)
+    options = maker.options
     direction = options.get("direction", b"forward").decode()
     names = [*node.input, *[""] * (8 - len(node.input))]
     both = ("forward", "reverse") if direction == "bidirectional" else (direction,)
@@ -61,21 +58,17 @@ def recurrent_nodes(onnx: Any, node: Any, shape: Sequence[int | str] | None, dty
         problems.append("it does not say its hidden_size")
     problems += [f"it has the option {name!r}" for name in ("clip", "layout") if options.get(name)]
     if problems:
-        refuse(
-            problems,
-            where=f"node {node.name or node.output[0]!r} ({node.op_type})",
-            fix="export it for sequences of one known length, without these; settle open sizes by `shapes`",
+        maker.refuse(
+            problems, "export it for sequences of one known length, without these; settle open sizes by `shapes`"
         )
     assert shape is not None
     assert isinstance(shape[0], int)
-    first = next(name for name in node.output if name)
-    maker = _Maker(onnx, first, int(options["hidden_size"]), node.op_type, options, dtype)
     parts = [activations[at : at + len(each)] for at in range(0, len(activations), len(each))]
     made = [maker.direction(names, number, way, shape[0], parts[number]) for number, way in enumerate(both)]
     for name, of_both, axis in zip(node.output, zip(*made, strict=True), (1, 0, 0), strict=False):
         if name:
             maker.emit("Concat", list(of_both), name, axis=axis)
-    return maker.nodes
+    return maker.made
 
 
 @dataclass(frozen=True)
@@ -89,23 +82,14 @@ class _Again:
     activations: Sequence[str]
 
 
-class _Maker:
-    """Nodes in the making, which all opsets have; what they give has names that begin with `prefix`. `options` are the
-    operator's."""
+class _Maker(Nodes):
+    """Nodes in the making, which all opsets have."""
 
-    def __init__(self, onnx: Any, prefix: str, hidden: int, kind: str, options: Mapping[str, Any], dtype: Any) -> None:
-        self._kind, self._cell, self._dtype = kind, CELLS[kind], dtype
-        self._inner = bool(options.get("linear_before_reset", 0))  # a GRU resets the product with the state
-        self._couples = bool(options.get("input_forget", 0))  # an LSTM keeps what it does not replace
-        self.nodes: list[Any] = []
-        self._hidden, self._onnx, self._prefix, self._numbers = hidden, onnx, prefix, dict[tuple[int, ...], str]()
-        self._count, self._zeros = itertools.count(), ""
-
-    def emit(self, op: str, inputs: list[str], name: str = "", **options: Any) -> str:
-        """The name of what an operator with one result gives."""
-        name = name or self._new()
-        self.nodes.append(self._onnx.helper.make_node(op, inputs, [name], **options))
-        return name
+    def __init__(self, onnx: Any, node: Any, facts: Facts) -> None:
+        super().__init__(onnx, node, facts)
+        self._cell, self._hidden = CELLS[node.op_type], int(self.options.get("hidden_size", 0))
+        self._inner = bool(self.options.get("linear_before_reset", 0))  # a GRU resets the product with the state
+        self._couples = bool(self.options.get("input_forget", 0))  # an LSTM keeps what it does not replace
 
     def direction(
         self, names: list[str], number: int, way: str, count: int, activations: Sequence[str]
@@ -123,7 +107,7 @@ class _Maker:
         again = _Again(self._turned(r, number), inner, of_cell, activations)
         firsts = (names[_FIRST], names[_FIRST_CELL])[: self._cell.states]
         states = [self._of(name, number) if name else "" for name in firsts]
-        step = _STEPS[self._kind]
+        step = _STEPS[self.node.op_type]
         for position in range(count) if way == "forward" else reversed(range(count)):
             new = step(self, self._of(given, position), states, again)
             result, states = self._within(position, names[_LENGTHS], new, states)
@@ -136,7 +120,7 @@ class _Maker:
         if not lengths:
             return new[0], new
         column = self._reshaped(self.emit("Cast", [lengths], to=_INT64), (-1, 1))
-        is_there = self.emit("Less", [self._constant((position,)), column])
+        is_there = self.emit("Less", [self.constant((position,)), column])
         is_there = self.emit("Cast", [is_there], to=_BOOL)  # of two constants, TVM's importer makes no bool
         kept = [
             self.emit("Where", [is_there, *both]) for both in zip(new, [s or self._zero() for s in states], strict=True)
@@ -203,35 +187,17 @@ class _Maker:
         return self.emit("Transpose", [self._of(name, number)], perm=[1, 0])
 
     def _of(self, name: str, number: int) -> str:
-        """The slice of that number along dim 0."""
-        return self.emit("Gather", [name, self._constant(number)], axis=0)
+        return self.emit("Gather", [name, self.constant(number)], axis=0)
 
     def _reshaped(self, name: str, shape: tuple[int, ...]) -> str:
-        return self.emit("Reshape", [name, self._constant(shape)])
+        return self.emit("Reshape", [name, self.constant(shape)])
 
     def _split(self, name: str, parts: int, size: int) -> list[str]:
-        """Parts of that size along the last dim."""
-        bounds = [(self._constant((start,)), self._constant((start + size,))) for start in range(0, parts * size, size)]
-        return [self.emit("Slice", [name, start, end, self._constant((-1,))]) for start, end in bounds]
-
-    def _constant(self, value: int | tuple[int, ...]) -> str:
-        dims, values = ([], (value,)) if isinstance(value, int) else ([len(value)], value)
-        key = (len(dims), *values)
-        if key not in self._numbers:
-            tensor = self._onnx.helper.make_tensor(self._prefix, self._onnx.TensorProto.INT64, dims, values)
-            self._numbers[key] = self._new()
-            self.nodes.append(self._onnx.helper.make_node("Constant", [], [self._numbers[key]], value=tensor))
-        return self._numbers[key]
+        bounds = [(self.constant((start,)), self.constant((start + size,))) for start in range(0, parts * size, size)]
+        return [self.emit("Slice", [name, start, end, self.constant((-1,))]) for start, end in bounds]
 
     def _zero(self) -> str:
-        if not self._zeros:
-            self._zeros = self._new()
-            tensor = self._onnx.numpy_helper.from_array(np.zeros((), self._dtype), self._zeros)
-            self.nodes.append(self._onnx.helper.make_node("Constant", [], [self._zeros], value=tensor))
-        return self._zeros
-
-    def _new(self) -> str:
-        return f"{self._prefix}_{self._kind.lower()}_{next(self._count)}"
+        return self.constant(0, self.facts.dtype(self.onnx, self.operand(0)))
 
 
 _STEPS: dict[str, Callable[[_Maker, str, list[str], _Again], list[str]]] = {

@@ -104,7 +104,6 @@ def resize(nodes: Nodes) -> bool:
 
 
 def _along(nodes: Nodes, x: str, dim: _Dim, d: int, ndim: int, mode: str, how: str) -> str:
-    """The tensor with a dim resized."""
     places = dim.places(how)
     if mode == "nearest":
         near = nodes.options.get("nearest_mode", b"floor" if nodes.facts.opset < 11 else b"round_prefer_floor").decode()
@@ -209,7 +208,6 @@ def _dtype(nodes: Nodes) -> np.dtype[Any]:
 
 
 def _product(nodes: Nodes, x: str, matrix: np.ndarray, d: int, ndim: int) -> str:
-    """The tensor with a matrix along a dim."""
     if d == ndim - 2:
         return nodes.emit("MatMul", [nodes.constant(matrix, _dtype(nodes)), x])
     turned = nodes.constant(matrix.T, _dtype(nodes))

@@ -23,8 +23,7 @@ def rewritten(onnx: Any, node: Any, facts: Facts) -> list[Any]:
         MeshTensorError: an option of it that is known to no importer.
     """
     if node.op_type in CELLS:
-        x = node.input[0]
-        return recurrent_nodes(onnx, node, facts.sizes(x), facts.dtype(onnx, x))
+        return recurrent_nodes(onnx, node, facts)
     rewrite = REWRITES.get(node.op_type)
     if rewrite is None:
         return [node]
@@ -163,12 +162,7 @@ def _reduction(nodes: Nodes) -> bool:
 
 def _constant(nodes: Nodes) -> bool:
     """Numbers of any form as a tensor."""
-    values = {
-        "value_float": np.float32,
-        "value_floats": np.float32,
-        "value_int": np.int64,
-        "value_ints": np.int64,
-    }
+    values = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
     name, value = next(iter(nodes.options.items()), ("", None))
     if name not in values:
         return False

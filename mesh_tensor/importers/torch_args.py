@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from tvm import relax, tirx
@@ -24,6 +25,11 @@ def arguments(node: torch.fx.Node, importer: Any, required: int, **defaults: Any
     return [importer.env[value] if isinstance(value, torch.fx.Node) else value for value in values]
 
 
+def op_name(node: torch.fx.Node) -> str:
+    """What TVM's importer, and the tables here, call the node's operator: "add.Tensor"."""
+    return getattr(node.target, "__name__", str(node.target))
+
+
 def emit(importer: Any, expr: relax.Expr) -> relax.Var:
     """A variable that is bound to the expression."""
     return importer.block_builder.emit(expr)
@@ -32,6 +38,13 @@ def emit(importer: Any, expr: relax.Expr) -> relax.Var:
 def result_dtype(node: torch.fx.Node) -> str:
     """The dtype that torch says the node's result has."""
     return dtype_name(node.meta["val"].dtype)
+
+
+def filled(tensor: Any, value: int, sizes: Any, like: relax.Expr) -> relax.Expr:
+    """The tensor, or where there is none a constant of that value."""
+    if tensor is not None:
+        return tensor
+    return relax.const(np.full([int(size) for size in sizes], value), like.struct_info.dtype)
 
 
 def with_sizes_as_tensors(node: torch.fx.Node, importer: Any, convert: Any) -> Any:
@@ -100,25 +113,31 @@ def with_constants(program: torch.export.ExportedProgram) -> torch.export.Export
     """The program, in which results of parts under `torch.no_grad()` are detached; it stays as it is."""
     if not any(_forgets(node) for node in program.graph.nodes):
         return program
-    module = copy.deepcopy(program.graph_module)
-    for node, original in zip(module.graph.nodes, program.graph.nodes, strict=True):
-        node.name = original.name  # copies of some get others, which the signature hasn't
+    module = copied_graph(program)
     for node in list(module.graph.nodes):
         if _forgets(node):
             for result in list(node.users):  # its fields
                 _detach(module.graph, result)
     module.recompile()
-    return torch.export.ExportedProgram(
-        root=module,
-        graph=module.graph,
-        graph_signature=program.graph_signature,
-        state_dict=program.state_dict,
-        range_constraints=program.range_constraints,
-        module_call_graph=program.module_call_graph,
-        example_inputs=program.example_inputs,
-        constants=program.constants,
-        verifiers=program.verifiers,
-    )
+    return changed_program(program, module)
+
+
+def copied_graph(program: torch.export.ExportedProgram) -> torch.fx.GraphModule:
+    """A copy of the program's graph, whose nodes have the names that the signature knows: copies of some get others."""
+    module = copy.deepcopy(program.graph_module)
+    for node, original in zip(module.graph.nodes, program.graph.nodes, strict=True):
+        node.name = original.name
+    return module
+
+
+def changed_program(
+    program: torch.export.ExportedProgram, module: torch.fx.GraphModule, **parts: Any
+) -> torch.export.ExportedProgram:
+    """The program with another graph, and with these `parts` of what torch's constructor takes, such as
+    `example_inputs`, in place of its own."""
+    names = ("graph_signature", "state_dict", "range_constraints", "module_call_graph", "example_inputs", "constants")
+    kept = {name: getattr(program, name) for name in (*names, "verifiers")}
+    return torch.export.ExportedProgram(root=module, graph=module.graph, **{**kept, **parts})
 
 
 def _forgets(node: torch.fx.Node) -> bool:

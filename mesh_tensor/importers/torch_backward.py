@@ -17,7 +17,7 @@ from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.vjp import vjp_call
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .torch_args import arguments, emit, in_dtype
+from .torch_args import arguments, emit, filled, in_dtype
 from .torch_attention import bias_of, flash_attention, flash_expression, heads_last
 from .torch_general import general
 
@@ -30,10 +30,7 @@ _SAME = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 #: What is not taken apart.
 KEPT_BACKWARD = (_FLASH, _FLASH_BACKWARD, _aten.embedding_dense_backward.default)
 # Per operator: the one whose gradient it is, and which arguments are results of that one.
-_SAVED = {
-    _FLASH_BACKWARD: (_FLASH, {"out": 0, "logsumexp": 1}),
-    _POOL_BACKWARD: (_POOL, {"indices": 1}),
-}
+_SAVED = {_FLASH_BACKWARD: (_FLASH, {"out": 0, "logsumexp": 1}), _POOL_BACKWARD: (_POOL, {"indices": 1})}
 
 
 def forget_saved(program: Any) -> None:
@@ -64,7 +61,6 @@ def _is_known(node: torch.fx.Node) -> bool:
 
 
 def _arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """The arguments by name, with defaults."""
     found = normalize_function(node.target, node.args, dict(node.kwargs), normalize_to_only_use_kwargs=True)  # type: ignore[arg-type]
     assert found is not None
     return found.kwargs
@@ -81,7 +77,6 @@ def _stated(given: Mapping[str, Any], name: str) -> Any:
 
 
 def _source(value: Any) -> Any:
-    """What a value is the same as."""
     while isinstance(value, torch.fx.Node) and value.target in _SAME:
         value = value.args[0]
     return value
@@ -198,7 +193,10 @@ def layer_norm(node: torch.fx.Node, importer: Any) -> tuple[relax.Expr | None, .
     torch has it."""
     x, sizes, weight, bias, epsilon = arguments(node, importer, 5)
     rows = list(range(-len(sizes), 0))
-    result = emit(importer, relax.op.nn.layer_norm(x, *_affine(x, sizes, weight, bias), axes=rows, epsilon=epsilon))
+    result = emit(
+        importer,
+        relax.op.nn.layer_norm(x, filled(weight, 1, sizes, x), filled(bias, 0, sizes, x), axes=rows, epsilon=epsilon),
+    )
     made = _statistics(node, importer, x, rows, epsilon)
     return result, *(value and emit(importer, relax.op.grad.no_grad(value)) for value in made)
 
@@ -206,7 +204,10 @@ def layer_norm(node: torch.fx.Node, importer: Any) -> tuple[relax.Expr | None, .
 def group_norm(node: torch.fx.Node, importer: Any) -> tuple[relax.Expr | None, ...]:
     """The norm, and mean and the inverse of the root per group."""
     x, weight, bias, count, channels, _, groups, epsilon = arguments(node, importer, 8)
-    axes, affine = list(range(2, len(x.struct_info.shape))), _affine(x, [channels], weight, bias)
+    axes, affine = (
+        list(range(2, len(x.struct_info.shape))),
+        (filled(weight, 1, [channels], x), filled(bias, 0, [channels], x)),
+    )
     result = emit(importer, relax.op.nn.group_norm(x, *affine, groups, channel_axis=1, axes=axes, epsilon=epsilon))
     if not _asked(node):
         return result, None, None
@@ -232,15 +233,6 @@ def _statistics(
 def _asked(node: torch.fx.Node) -> bool:
     """Whether anything takes another result than the first."""
     return any(user.args[1] for user in node.users)
-
-
-def _affine(x: relax.Expr, sizes: Sequence[Any], weight: Any, bias: Any) -> list[relax.Expr]:
-    """Weight and bias, 1 and 0 where there are none."""
-    shape, dtype = [int(size) for size in sizes], x.struct_info.dtype
-    return [
-        tensor if tensor is not None else relax.op.full(shape, relax.const(value, dtype), dtype)
-        for tensor, value in ((weight, 1), (bias, 0))
-    ]
 
 
 BACKWARD = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +16,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.linear_algebra import fft_call
 from mesh_tensor.targets.torch_ops.linear_algebra import is_function
 
-from .torch_args import arguments, emit
+from .torch_args import arguments, emit, op_name
 from .torch_general import any_call
 
 Convert = Callable[[Any, Any], Any]
@@ -37,11 +38,15 @@ def is_complex(node: torch.fx.Node) -> bool:
 
 def of_complex(node: torch.fx.Node, importer: Any, convert: Callable[[Any], Any]) -> Any:
     """What the node gives; `convert` is what its operator is to floats."""
-    name = getattr(node.target, "__name__", "")
+    name = op_name(node)
     if name in COMPLEX:
         return COMPLEX[name](node, importer)
     if name in _BY_PARTS and all(map(_holds_complex, (node, *_floats_of(node)))):
-        return Pair(*(_of_part(node, importer, convert, part) for part in range(2)))
+        parts = []
+        for part in range(2):  # an operator that only moves elements
+            with _floats(node, importer, part):
+                parts.append(convert(node))
+        return Pair(*parts)
     if not stays_complex(node):
         refuse(f"{node.target} of complex numbers", fix="compute with real and imaginary parts there")
     return any_operator(node, importer)
@@ -73,27 +78,22 @@ def pair_of(importer: Any, value: Any) -> Pair:
     if isinstance(value, torch.fx.Node):
         stacked = _holds_complex(value) and not isinstance(importer.env[value], Pair)
         value = importer.env[value]
-        return Pair(*(_part(importer, value, part) for part in range(2))) if stacked else pair_of(importer, value)
+        return _apart(importer, value) if stacked else pair_of(importer, value)
     if isinstance(value, Pair):
         return value
     return Pair(value, emit(importer, op.zeros_like(value)))
 
 
-def _part(importer: Any, stacked: relax.Expr, part: int) -> relax.Expr:
+def _apart(importer: Any, stacked: relax.Expr) -> Pair:
+    """Both parts, of a tensor whose last dim has them."""
     last = len(stacked.struct_info.shape) - 1
-    taken = emit(importer, op.strided_slice(stacked, axes=[last], begin=[part], end=[part + 1]))
-    return emit(importer, op.squeeze(taken, [last]))
+    parts = (op.strided_slice(stacked, axes=[last], begin=[part], end=[part + 1]) for part in range(2))
+    return Pair(*(emit(importer, op.squeeze(emit(importer, part), [last])) for part in parts))
 
 
 def _holds_complex(node: torch.fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_complex()
-
-
-def _of_part(node: torch.fx.Node, importer: Any, convert: Callable[[Any], Any], part: int) -> Any:
-    """What an operator that only moves elements makes of one part."""
-    with _floats(node, importer, part):
-        return convert(node)
 
 
 @contextmanager
@@ -118,15 +118,19 @@ def _of_floats(node: torch.fx.Node, importer: Any) -> Pair:
     """Another dtype: of floats or of complex numbers."""
     source = node.args[0]
     dtype = _dtype_of_parts(node)
-    if not _holds_complex(node):
-        refuse("complex numbers as floats", why="the imaginary parts would be lost", fix="say which part is meant")
+    _refuse_floats(node)
     made = pair_of(importer, source)
     return Pair(*(emit(importer, op.astype(part, dtype)) for part in (made.real, made.imag)))
 
 
+def _refuse_floats(made: torch.fx.Node) -> None:
+    if not _holds_complex(made):
+        refuse("complex numbers as floats", why="the imaginary parts would be lost", fix="say which part is meant")
+
+
 def _view_as_complex(node: torch.fx.Node, importer: Any) -> Pair:
     (x,) = arguments(node, importer, 1)
-    return Pair(*(_part(importer, x, part) for part in range(2)))
+    return _apart(importer, x)
 
 
 def _view_as_real(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -178,20 +182,12 @@ def _multiplied(node: torch.fx.Node, importer: Any, apply: Callable[..., relax.E
     return Pair(real, emit(importer, op.add(times(a.real, b.imag), times(a.imag, b.real))))
 
 
-def _of_both(apply: Callable[..., relax.Expr]) -> Convert:
-    """A sum or a difference, part by part."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> Pair:
-        if node.kwargs.get("alpha", 1) != 1:
-            refuse("a sum of complex numbers with alpha", fix="multiply first")
-        a, b = (_operand(node, importer, place) for place in range(2))
-        first, second = (_whole(importer, one, other) for one, other in ((a, b), (b, a)))
-        return Pair(
-            emit(importer, apply(first.real, second.real)),
-            emit(importer, apply(first.imag, second.imag)),
-        )
-
-    return converted
+def _of_both(apply: Callable[..., relax.Expr], node: torch.fx.Node, importer: Any) -> Pair:
+    if node.kwargs.get("alpha", 1) != 1:
+        refuse("a sum of complex numbers with alpha", fix="multiply first")
+    a, b = (_operand(node, importer, place) for place in range(2))
+    first, second = (_whole(importer, one, other) for one, other in ((a, b), (b, a)))
+    return Pair(emit(importer, apply(first.real, second.real)), emit(importer, apply(first.imag, second.imag)))
 
 
 def _whole(importer: Any, value: Any, other: Any) -> Pair:
@@ -226,7 +222,6 @@ def any_operator(node: torch.fx.Node, importer: Any) -> Any:
 
 
 def _split(node: torch.fx.Node, importer: Any) -> list[Pair]:
-    """Parts of the given sizes along a dim."""
     _, sizes, dim = arguments(node, importer, 2, dim=0)
     pair, ends = pair_of(importer, node.args[0]), [*accumulate(sizes)][:-1]
     if not ends:
@@ -236,13 +231,12 @@ def _split(node: torch.fx.Node, importer: Any) -> list[Pair]:
 
 
 def _field(node: torch.fx.Node, importer: Any) -> Any:
-    """One of several results."""
     several, number = node.args
     return importer.env[several][number]
 
 
 def _pair_if(importer: Any, made: relax.Expr, meant: torch.Tensor) -> Any:
-    return Pair(*(_part(importer, made, part) for part in range(2))) if meant.is_complex() else made
+    return _apart(importer, made) if meant.is_complex() else made
 
 
 def _filled(node: torch.fx.Node, importer: Any) -> Pair:
@@ -259,8 +253,7 @@ def _filled(node: torch.fx.Node, importer: Any) -> Pair:
 
 def _copied(node: torch.fx.Node, importer: Any) -> Pair:
     """What another tensor's places hold once this one is copied to them."""
-    if not _holds_complex(node):
-        refuse("complex numbers as floats", why="the imaginary parts would be lost", fix="say which part is meant")
+    _refuse_floats(node)
     target, source = (pair_of(importer, value) for value in node.args[:2])
     shape, dtype = target.real.struct_info.shape, _dtype_of_parts(node)
     parts = (emit(importer, op.astype(part, dtype)) for part in (source.real, source.imag))
@@ -285,80 +278,42 @@ def _dtype_of_parts(node: torch.fx.Node) -> str:
     return "float64" if node.meta["val"].dtype == torch.complex128 else "float32"
 
 
-def _fft(kind: str) -> Convert:
-    """A Fourier transform."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> Any:
-        source, dims, normalization, option = node.args
-        x = importer.env[source] if kind == "r2c" else _stacked(importer, pair_of(importer, source))
-        meant = node.meta["val"]
-        shape = [*meant.shape, *([2] if kind != "c2r" else [])]
-        dims = [dim % meant.dim() for dim in dims]  # type: ignore[union-attr]
-        made = emit(importer, fft_call(x, kind, dims, normalization, int(option), shape))  # type: ignore[arg-type]
-        return made if kind == "c2r" else Pair(*(_part(importer, made, part) for part in range(2)))
-
-    return converted
+def _fft(kind: str, node: torch.fx.Node, importer: Any) -> Any:
+    source, dims, normalization, option = node.args
+    x = importer.env[source] if kind == "r2c" else _stacked(importer, pair_of(importer, source))
+    meant = node.meta["val"]
+    shape = [*meant.shape, *([2] if kind != "c2r" else [])]
+    dims = [dim % meant.dim() for dim in dims]  # type: ignore[union-attr]
+    made = emit(importer, fft_call(x, kind, dims, normalization, int(option), shape))  # type: ignore[arg-type]
+    return made if kind == "c2r" else _apart(importer, made)
 
 
 COMPLEX: dict[str, Convert] = {
-    "_conj.default": _conjugate,
-    "_fft_c2c.default": _fft("c2c"),
-    "_fft_c2r.default": _fft("c2r"),
-    "_fft_r2c.default": _fft("r2c"),
+    **dict.fromkeys(("_conj.default", "conj_physical.default"), _conjugate),
+    **{f"_fft_{kind}.default": partial(_fft, kind) for kind in ("c2c", "c2r", "r2c")},
+    **dict.fromkeys(("alias.default", "clone.default", "detach.default", "resolve_conj.default"), _same),
+    **dict.fromkeys(("bmm.default", "matmul.default", "mm.default"), _matrix_product),
+    **dict.fromkeys(("empty.memory_format", "zeros.default", "zeros_like.default"), _filled),
+    **dict.fromkeys(("ones.default", "ones_like.default", "full.default", "full_like.default"), _filled),
     "_to_copy.default": _of_floats,
-    "add.Tensor": _of_both(op.add),
-    "alias.default": _same,
-    "bmm.default": _matrix_product,
-    "clone.default": _same,
+    "add.Tensor": partial(_of_both, op.add),
     "complex.default": _complex,
-    "conj_physical.default": _conjugate,
     "copy.default": _copied,
-    "detach.default": _same,
     "div.Tensor": _quotient,
-    "empty.memory_format": _filled,
-    "full.default": _filled,
-    "full_like.default": _filled,
     "getitem": _field,
-    "matmul.default": _matrix_product,
-    "mm.default": _matrix_product,
     "mul.Tensor": _product,
-    "ones.default": _filled,
-    "ones_like.default": _filled,
     "polar.default": _polar,
-    "resolve_conj.default": _same,
     "scalar_tensor.default": _filled,
     "split_with_sizes.default": _split,
-    "sub.Tensor": _of_both(op.subtract),
+    "sub.Tensor": partial(_of_both, op.subtract),
     "view_as_complex.default": _view_as_complex,
     "view_as_real.default": _view_as_real,
-    "zeros.default": _filled,
-    "zeros_like.default": _filled,
 }
 # Operators that move elements, or sum them: on complex numbers alone, part by part.
 _BY_PARTS = {
-    "_unsafe_view.default",
-    "cat.default",
-    "expand.default",
-    "flip.default",
-    "index.Tensor",
-    "index_select.default",
-    "mean.default",
-    "mean.dim",
-    "neg.default",
-    "permute.default",
-    "repeat.default",
-    "reshape.default",
-    "roll.default",
-    "select.int",
-    "select_scatter.default",
-    "slice.Tensor",
-    "slice_scatter.default",
-    "squeeze.dim",
-    "squeeze.dims",
-    "stack.default",
-    "sum.default",
-    "sum.dim_IntList",
-    "transpose.int",
-    "unsqueeze.default",
-    "view.default",
+    *("_unsafe_view.default", "cat.default", "expand.default", "flip.default", "index.Tensor", "index_select.default"),
+    *("mean.default", "mean.dim", "neg.default", "permute.default", "repeat.default", "reshape.default"),
+    *("roll.default", "select.int", "select_scatter.default", "slice.Tensor", "slice_scatter.default", "squeeze.dim"),
+    *("squeeze.dims", "stack.default", "sum.default", "sum.dim_IntList", "transpose.int", "unsqueeze.default"),
+    *("view.default",),
 }

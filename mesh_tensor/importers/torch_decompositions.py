@@ -15,10 +15,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from .torch_bags import bag_size
+from .torch_args import op_name
 from .torch_functions import FUNCTIONS, GRAPHS, INLINED, graph_of, is_constant, number_in, number_of, with_numbers
 from .torch_general import stays
-from .torch_pieces import OWN_DECOMPOSITIONS
+from .torch_pieces import OWN_DECOMPOSITIONS, bag_size
 from .torch_program import ASSERTIONS
 
 _FAILED = object()
@@ -129,7 +129,6 @@ class _Decomposition:
     def _call(
         self, module: torch.fx.GraphModule, node: torch.fx.Node, graph: torch.fx.Graph, place: dict[Any, Any]
     ) -> Any:
-        """What a call gives, in the graph."""
         args: Any = node.args
         if node.target in INLINED:
             name, operands = INLINED[node.target](args)
@@ -152,7 +151,7 @@ class _Decomposition:
             inner = self._taken_apart(node)
             if inner is not None:
                 return self._inlined(graph, inner, node, place)
-            is_known = _name(node) in self._names  # perhaps not with all options
+            is_known = op_name(node) in self._names  # perhaps not with all options
             return self._copied(graph, node, place) if stays(node) and not is_known else _FAILED
         if not self._is_known(node):
             return _FAILED
@@ -207,9 +206,9 @@ class _Decomposition:
     def _is_made_of_others(self, target: Any) -> bool:
         if target in _SIZES or not isinstance(target, torch._ops.OpOverload) or target in self._kept:
             return False
-        if target.__name__.startswith("upsample") and _op_name(target) in self._names:
+        if target.__name__.startswith("upsample") and target.__name__ in self._names:
             return False  # tracing these takes an open size for the example's
-        if target in self._table or (_op_name(target) not in self._names and target in decomposition_table):
+        if target in self._table or (target.__name__ not in self._names and target in decomposition_table):
             return True
         return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
 
@@ -256,7 +255,7 @@ class _Decomposition:
     def _is_known(self, node: torch.fx.Node) -> bool:
         if node.target is operator.getitem or _is_arithmetic(node):
             return True
-        return node.target in _SIZES or node.target in ASSERTIONS or _name(node) in self._names or stays(node)
+        return node.target in _SIZES or node.target in ASSERTIONS or op_name(node) in self._names or stays(node)
 
     def _inlined(self, graph: torch.fx.Graph, inner: torch.fx.Graph, node: torch.fx.Node, place: dict[Any, Any]) -> Any:
         """What the operators that a node is made of give, in the graph."""
@@ -316,11 +315,3 @@ def _type(value: Any) -> Hashable:
 def _size(value: Any) -> Hashable:
     """A number, or the expression that an open size is."""
     return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
-
-
-def _name(node: torch.fx.Node) -> str:
-    return _op_name(node.target)
-
-
-def _op_name(target: Any) -> str:
-    return getattr(target, "__name__", str(target))

@@ -19,7 +19,7 @@ from tvm import relax
 from mesh_tensor.rules.operator.dropout import SEED_NAME, Dropout, dropout_call
 from mesh_tensor.targets.torch_ops.create import dropped
 
-from .torch_args import arguments, emit
+from .torch_args import arguments, changed_program, copied_graph, emit
 
 aten = torch.ops.aten
 
@@ -89,9 +89,7 @@ def kept_whole(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
 
 def _with_seed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """The program with one more input, the last one: by name, where there are such, or nested ones."""
-    module, specs = copy.deepcopy(program.graph_module), program.graph_signature
-    for node, original in zip(module.graph.nodes, program.graph.nodes, strict=True):
-        node.name = original.name  # copies of some get others, which the signature hasn't
+    module, specs = copied_graph(program), program.graph_signature
     *_, last = (node for node in module.graph.nodes if node.op == "placeholder")
     with module.graph.inserting_after(last):
         seed = module.graph.placeholder(SEED_NAME)
@@ -109,18 +107,14 @@ def _with_seed(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
         if form.forward_arg_names is not None:
             form.forward_arg_names = [*form.forward_arg_names, SEED_NAME]
     inputs = program.example_inputs
-    made = torch.export.ExportedProgram(
-        root=module,
-        graph=module.graph,
+    made = changed_program(
+        program,
+        module,
         graph_signature=ExportGraphSignature(
             [*specs.input_specs, InputSpec(InputKind.USER_INPUT, argument, None)], specs.output_specs
         ),
-        state_dict=program.state_dict,
-        range_constraints=program.range_constraints,
         module_call_graph=[entry, *others],
         example_inputs=None if inputs is None else _and_last(inputs, torch.zeros((), dtype=torch.int64)),
-        constants=program.constants,
-        verifiers=program.verifiers,
     )
     made._guards_code = getattr(program, "_guards_code", [])
     return made

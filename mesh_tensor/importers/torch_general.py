@@ -6,6 +6,7 @@ Convolutions and averages of windows, as Relax operators.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from mesh_tensor.rules.operator.linear_algebra import grouped_call
 from mesh_tensor.targets.dtypes import dtype_name
 from mesh_tensor.targets.torch_ops.linear_algebra import independent_dims, is_function
 
-from .torch_args import arguments, emit, result_dtype
+from .torch_args import arguments, emit, op_name, result_dtype
 from .torch_numbers import Convert, clamp, divide_rounded, of_tvm
 from .torch_sizes import Known, in_tir, sizes_of
 
@@ -35,7 +36,7 @@ def general(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A call of torch's operator with the node's arguments, by the rule of its name."""
     tensors: list[torch.fx.Node] = []
     text = arguments_text(_stated(node.args, tensors), _stated(node.kwargs, tensors))
-    return _called(f"aten.{_name(node)}", text, tensors, node, importer, [importer.env[tensor] for tensor in tensors])
+    return _called(f"aten.{op_name(node)}", text, tensors, node, importer, [importer.env[tensor] for tensor in tensors])
 
 
 def stays(node: torch.fx.Node) -> bool:
@@ -60,30 +61,26 @@ def any_call(node: torch.fx.Node, importer: Any, operand: Callable[[torch.fx.Nod
     meant = node.meta["val"]
     every = [*(t.meta["val"] for t in tensors), *(meant if isinstance(meant, (tuple, list)) else [meant])]
     dims, pairs = independent_dims(node.target, [t.shape for t in every]), [t.is_complex() for t in every]
-    text = any_text(_name(node), dims, args, kwargs, pairs)
+    text = any_text(op_name(node), dims, args, kwargs, pairs)
     return _called(ANY, text, tensors, node, importer, [operand(tensor) for tensor in tensors])
 
 
-def with_its_gradient(otherwise: Convert) -> Convert:
+def with_its_gradient(otherwise: Convert, node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Torch's own operator where it is of floats, and of no symbolic size; else what another function makes of it."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        sized = any(not isinstance(operand.meta.get("val"), torch.Tensor) for operand in node.all_input_nodes)
-        own = node.meta["val"].dtype.is_floating_point and not sized
-        return (any_operator if own else otherwise)(node, importer)
-
-    return converted
+    sized = any(not isinstance(operand.meta.get("val"), torch.Tensor) for operand in node.all_input_nodes)
+    own = node.meta["val"].dtype.is_floating_point and not sized
+    return (any_operator if own else otherwise)(node, importer)
 
 
 def of_tvm_or_torch(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """What TVM's importer makes of the node, if it knows it."""
-    return (of_tvm if _name(node) in importer.conversions_of_tvm else any_operator)(node, importer)
+    return (of_tvm if op_name(node) in importer.conversions_of_tvm else any_operator)(node, importer)
 
 
 def divided(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A quotient, rounded or not: floats that are rounded have no gradient, not that of a quotient."""
     rounded = node.kwargs.get("rounding_mode") is not None
-    return (with_its_gradient(divide_rounded) if rounded else divide_rounded)(node, importer)
+    return (partial(with_its_gradient, divide_rounded) if rounded else divide_rounded)(node, importer)
 
 
 def cross_entropy_of_two(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -101,12 +98,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _called(
-    name: str,
-    text: str,
-    tensors: list[torch.fx.Node],
-    node: torch.fx.Node,
-    importer: Any,
-    operands: list[relax.Expr],
+    name: str, text: str, tensors: list[torch.fx.Node], node: torch.fx.Node, importer: Any, operands: list[relax.Expr]
 ) -> relax.Expr:
     shapes = [
         tuple(operand.struct_info.shape)[: tensor.meta["val"].dim()]
@@ -117,10 +109,6 @@ def _called(
     infos = [_info(tensor, known, importer) for tensor in (meant if isinstance(meant, (tuple, list)) else [meant])]
     info = relax.TupleStructInfo(infos) if isinstance(meant, (tuple, list)) else infos[0]
     return emit(importer, relax.op.call_pure_packed(name, *operands, relax.StringImm(text), sinfo_args=[info]))
-
-
-def _name(node: torch.fx.Node) -> str:
-    return getattr(node.target, "__name__", "")
 
 
 def _stated(value: Any, tensors: list[torch.fx.Node]) -> Any:
@@ -165,10 +153,10 @@ def grouped(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, grouped_call(x, weight, ends, result_dtype(node)))
 
 
-GENERAL = {
+GENERAL: dict[str, Convert] = {
     **{name.removeprefix("aten."): general for name in ATEN},
-    **{f"{name}.default": with_its_gradient(of_tvm_or_torch) for name in WITH_GRADIENTS},
-    "clamp.Tensor": with_its_gradient(clamp),
+    **{f"{name}.default": partial(with_its_gradient, of_tvm_or_torch) for name in WITH_GRADIENTS},
+    "clamp.Tensor": partial(with_its_gradient, clamp),
     "div.Tensor_mode": divided,
     "binary_cross_entropy.default": cross_entropy_of_two,
     "_grouped_mm.default": grouped,

@@ -17,7 +17,7 @@ from mesh_tensor.base.recent import uncollected
 from mesh_tensor.targets.dtypes import dtype_name
 
 from .imported import ImportedModule
-from .torch_args import COMPARISONS, compared_sizes, emit, with_constants, with_sizes_as_tensors
+from .torch_args import COMPARISONS, compared_sizes, emit, op_name, with_constants, with_sizes_as_tensors
 from .torch_backward import forget_saved
 from .torch_chosen_rows import with_all_rows
 from .torch_collectives import COLLECTIVES, NAMESPACE
@@ -184,20 +184,20 @@ class _Importer(ExportedProgramImporter):
 
     def _is_known(self, node: torch.fx.Node) -> bool:
         """Operators are known by name; others' that are called as one of torch's are not meant."""
-        if _name(node) in COLLECTIVES:
+        if op_name(node) in COLLECTIVES:
             return namespace(node) == NAMESPACE and bool(self.groups)
         return namespace(node) in NAMESPACES or node.target in GRAPHS
 
     def _check_unsupported_func_type(self, nodes: list[torch.fx.Node]) -> None:
         """Refuse operators without a conversion, all of them."""
         calls = [node for node in graphs_within(nodes) if node.op == "call_function"]
-        lacking = [node for node in calls if _name(node) not in self.convert_map]
-        stay = {_name(node) for node in lacking if stays(node) or stays_complex(node)}
+        lacking = [node for node in calls if op_name(node) not in self.convert_map]
+        stay = {op_name(node) for node in lacking if stays(node) or stays_complex(node)}
         self.convert_map |= {name: self._checked(lambda node: any_operator(node, self), False) for name in stay}
-        unknown = [node for node in calls if _name(node) not in self.convert_map or not self._is_known(node)]
+        unknown = [node for node in calls if op_name(node) not in self.convert_map or not self._is_known(node)]
         seeded = torch.Tag.nondeterministic_seeded
         random = [
-            node for node in calls if seeded in getattr(node.target, "tags", ()) and _name(node) not in CONVERTERS
+            node for node in calls if seeded in getattr(node.target, "tags", ()) and op_name(node) not in CONVERTERS
         ]
         of_data = [node for node in calls if depends_on_data(node)]
         if of_data:
@@ -254,10 +254,6 @@ def _is_known_as(size: tirx.PrimExpr, known: int | tirx.Var) -> bool:
 def _same(size: Any, meant: Any) -> bool:
     """Symbolic sizes are taken on trust."""
     return not isinstance(meant, int) or not hasattr(size, "value") or int(size) == meant
-
-
-def _name(node: torch.fx.Node) -> str:
-    return getattr(node.target, "__name__", str(node.target))
 
 
 def _refused(node: torch.fx.Node) -> None:

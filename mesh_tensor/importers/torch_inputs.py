@@ -17,6 +17,7 @@ from mesh_tensor.annotations.size_conditions import CONDITIONS_ATTR, SizeConditi
 from mesh_tensor.base.errors import listing, refuse
 
 from .imported import children_of
+from .torch_args import changed_program
 
 
 def refuse_one_for_another(program: torch.export.ExportedProgram) -> None:
@@ -63,17 +64,8 @@ def with_plain_inputs(program: torch.export.ExportedProgram) -> torch.export.Exp
     plain = copy.copy(entry)
     plain.signature = signature
     inputs = program.example_inputs
-    return torch.export.ExportedProgram(
-        root=program.graph_module,
-        graph=program.graph,
-        graph_signature=program.graph_signature,
-        state_dict=program.state_dict,
-        range_constraints=program.range_constraints,
-        module_call_graph=[plain, *others],
-        example_inputs=None if inputs is None else (tuple(pytree.tree_leaves(inputs)), {}),
-        constants=program.constants,
-        verifiers=program.verifiers,
-    )
+    inputs = None if inputs is None else (tuple(pytree.tree_leaves(inputs)), {})
+    return changed_program(program, program.graph_module, module_call_graph=[plain, *others], example_inputs=inputs)
 
 
 def _has_classes(spec: pytree.TreeSpec) -> bool:

@@ -176,7 +176,6 @@ def _as(importer: Any, value: Any, info: relax.TensorStructInfo) -> relax.Expr:
 
 
 def _with_own_sizes(func: relax.Function) -> relax.Function:
-    """The function with open sizes of its own."""
     symbols = relax.analysis.defined_symbolic_vars(func)
     if free := [var.name for var in relax.analysis.free_symbolic_vars(func)]:
         refuse(
@@ -217,5 +216,4 @@ def _values(importer: Any, arg: Any) -> Any:
 
 
 def _sizes(importer: Any, shape: Sequence[Any]) -> list[Any]:
-    """A shape in Relax."""
     return [importer.size(size) for size in shape]

@@ -4,6 +4,7 @@ operators. See torch_ops for what each function takes."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,20 +14,16 @@ from tvm import relax, tirx
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .torch_args import arguments, emit, in_dtype, in_result_dtype, result_dtype, widened
+from .torch_args import COMPARISONS, arguments, emit, in_dtype, in_result_dtype, op_name, result_dtype, widened
 from .torch_sizes import SIZES, counted, parted, selected, sliced
 
 Convert = Callable[[Any, Any], Any]
 
 
-def over_dims(op: Callable[..., Any]) -> Convert:
+def over_dims(op: Callable[..., Any], node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A reduction over dims (none: all), in the result's dtype: whole numbers and bools are summed in int64."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        x, dims, keep = arguments(node, importer, 1, dim=None, keepdim=False)
-        return emit(importer, op(in_result_dtype(node, importer, x), _dims(dims), keep))
-
-    return converted
+    x, dims, keep = arguments(node, importer, 1, dim=None, keepdim=False)
+    return emit(importer, op(in_result_dtype(node, importer, x), _dims(dims), keep))
 
 
 def any_true(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -40,18 +37,14 @@ def any_true(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.astype(counts, "bool"))
 
 
-def extreme_along(where: Callable[..., relax.Expr]) -> Convert:
+def extreme_along(where: Callable[..., relax.Expr], node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The maximum or minimum along a dim, and where it is first: that element alone has a gradient."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        x, dim, keep = arguments(node, importer, 2, keepdim=False)
-        compared = emit(importer, relax.op.astype(x, "int8")) if x.struct_info.dtype == "bool" else x
-        indices = emit(importer, relax.op.astype(emit(importer, where(compared, dim, True)), "int64"))
-        made = [emit(importer, relax.op.gather_elements(x, indices, axis=dim)), indices]
-        made = made if keep else [emit(importer, relax.op.squeeze(each, [dim])) for each in made]
-        return emit(importer, relax.Tuple(made))
-
-    return converted
+    x, dim, keep = arguments(node, importer, 2, keepdim=False)
+    compared = emit(importer, relax.op.astype(x, "int8")) if x.struct_info.dtype == "bool" else x
+    indices = emit(importer, relax.op.astype(emit(importer, where(compared, dim, True)), "int64"))
+    made = [emit(importer, relax.op.gather_elements(x, indices, axis=dim)), indices]
+    made = made if keep else [emit(importer, relax.op.squeeze(each, [dim])) for each in made]
+    return emit(importer, relax.Tuple(made))
 
 
 def sort(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -65,52 +58,40 @@ def divide_rounded(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A quotient, as it is, rounded down, or towards zero."""
     mode = node.kwargs.get("rounding_mode")
     op = relax.op.floor_divide if mode == "floor" else relax.op.divide  # which rounds whole numbers towards zero
-    quotient = of_two(op)(node, importer)
+    quotient = of_two(op, node, importer)
     is_whole = mode != "trunc" or "float" not in result_dtype(node)
     return quotient if is_whole else emit(importer, relax.op.trunc(quotient))
 
 
-def cumulative(op: Callable[..., Any]) -> Convert:
+def cumulative(op: Callable[..., Any], node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Sums or products of all elements up to each, in the result's dtype: whole numbers and bools are int64."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        x, dim = arguments(node, importer, 2)
-        dtype = result_dtype(node)
-        return emit(importer, op(in_result_dtype(node, importer, x), dim, dtype))
-
-    return converted
+    x, dim = arguments(node, importer, 2)
+    dtype = result_dtype(node)
+    return emit(importer, op(in_result_dtype(node, importer, x), dim, dtype))
 
 
-def promoting(op: Convert) -> Convert:
+def promoting(op: Convert, node: torch.fx.Node, importer: Any) -> relax.Expr:
     """TVM's conversion, if it has one; the operator in the result's dtype where an operand has another one, which TVM
     would keep."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        own = promotes(node, importer) or getattr(node.target, "__name__", "") not in importer.conversions_of_tvm
-        return of_two(op)(node, importer) if own else of_tvm(node, importer)
-
-    return converted
+    own = promotes(node, importer) or op_name(node) not in importer.conversions_of_tvm
+    return of_two(op, node, importer) if own else of_tvm(node, importer)
 
 
-def widening(op: Convert) -> Convert:
+def widening(op: Convert, node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The conversion, of float32 where it takes tensors of 16 bits beside wider ones, as norms do under autocast: torch
     computes so, and rounds what comes out once."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        operands = {operand: importer.env[operand] for operand in node.all_input_nodes}
-        found = {value.struct_info.dtype for value in operands.values() if isinstance(value, relax.Expr)}
-        if not found.intersection(NARROW) or found.issubset(NARROW):
-            return op(node, importer)
-        wide = {n: widened(importer, value) for n, value in operands.items() if isinstance(value, relax.Expr)}
-        importer.env.update(wide)
-        try:
-            made = op(node, importer)
-        finally:
-            importer.env.update(operands)
-        first, *_ = pytree.tree_leaves(node.meta["val"])  # what TVM gives of a batch norm
-        return in_dtype(importer, made, dtype_name(first.dtype))
-
-    return converted
+    operands = {operand: importer.env[operand] for operand in node.all_input_nodes}
+    found = {value.struct_info.dtype for value in operands.values() if isinstance(value, relax.Expr)}
+    if not found.intersection(NARROW) or found.issubset(NARROW):
+        return op(node, importer)
+    wide = {n: widened(importer, value) for n, value in operands.items() if isinstance(value, relax.Expr)}
+    importer.env.update(wide)
+    try:
+        made = op(node, importer)
+    finally:
+        importer.env.update(operands)
+    first, *_ = pytree.tree_leaves(node.meta["val"])  # what TVM gives of a batch norm
+    return in_dtype(importer, made, dtype_name(first.dtype))
 
 
 def power(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -118,21 +99,17 @@ def power(node: torch.fx.Node, importer: Any) -> relax.Expr:
     x, exponent = arguments(node, importer, 2)
     if exponent in (0.5, -0.5):
         return emit(importer, (relax.op.sqrt if exponent > 0 else relax.op.rsqrt)(in_result_dtype(node, importer, x)))
-    return promoting(relax.op.power)(node, importer)
+    return promoting(relax.op.power, node, importer)
 
 
-def comparison(op: Convert) -> Convert:
+def comparison(op: Convert, node: torch.fx.Node, importer: Any) -> relax.Expr:
     """A comparison in the dtype that torch compares in: whole numbers and a fraction as floats."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        meant: list[Any] = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args]
-        if any(isinstance(value, torch.SymInt) for value in meant):
-            return of_tvm(node, importer)
-        meant = [1.0 if isinstance(value, torch.SymFloat) else value for value in meant]
-        dtype = dtype_name(torch.result_type(*meant))
-        return emit(importer, op(*(in_dtype(importer, operand, dtype) for operand in arguments(node, importer, 2))))
-
-    return converted
+    meant: list[Any] = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args]
+    if any(isinstance(value, torch.SymInt) for value in meant):
+        return of_tvm(node, importer)
+    meant = [1.0 if isinstance(value, torch.SymFloat) else value for value in meant]
+    dtype = dtype_name(torch.result_type(*meant))
+    return emit(importer, op(*(in_dtype(importer, operand, dtype) for operand in arguments(node, importer, 2))))
 
 
 def where(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -154,7 +131,7 @@ def clamp(node: torch.fx.Node, importer: Any) -> relax.Expr:
 
 def of_tvm(node: torch.fx.Node, importer: Any) -> Any:
     """What TVM's importer makes of the node."""
-    return importer.conversions_of_tvm[getattr(node.target, "__name__", "")](node)
+    return importer.conversions_of_tvm[op_name(node)](node)
 
 
 def is_zero(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -171,28 +148,20 @@ def promotes(node: torch.fx.Node, importer: Any) -> bool:
     return any(isinstance(v, relax.Expr) and v.struct_info.dtype != result_dtype(node) for v in values)
 
 
-def of_two(op: Convert) -> Convert:
+def of_two(op: Convert, node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The operator on two operands, tensors or numbers, both in the dtype of the result."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        operands = arguments(node, importer, 2)
-        return emit(importer, op(*(in_result_dtype(node, importer, operand) for operand in operands)))
-
-    return converted
+    operands = arguments(node, importer, 2)
+    return emit(importer, op(*(in_result_dtype(node, importer, operand) for operand in operands)))
 
 
-def _of_bools(op: Convert) -> Convert:
+def _of_bools(op: Convert, node: torch.fx.Node, importer: Any) -> relax.Expr:
     """The operator on two tensors of any dtype, of which it matters whether elements are zero."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        operands = []
-        for operand in arguments(node, importer, 2):
-            zero = relax.const(0, operand.struct_info.dtype)
-            is_bool = operand.struct_info.dtype == "bool"
-            operands.append(operand if is_bool else emit(importer, relax.op.not_equal(operand, zero)))
-        return emit(importer, op(*operands))
-
-    return converted
+    operands = []
+    for operand in arguments(node, importer, 2):
+        zero = relax.const(0, operand.struct_info.dtype)
+        is_bool = operand.struct_info.dtype == "bool"
+        operands.append(operand if is_bool else emit(importer, relax.op.not_equal(operand, zero)))
+    return emit(importer, op(*operands))
 
 
 def _dims(dims: Any) -> list[int] | None:
@@ -202,37 +171,30 @@ def _dims(dims: Any) -> list[int] | None:
 
 NUMBERS: dict[str, Convert] = {
     **SIZES,
-    "arange.start_step": counted(of_tvm),
-    "select.int": selected(of_tvm),
-    "slice.Tensor": sliced(of_tvm),
-    "split_with_sizes.default": parted(of_tvm),
-    "__lshift__.Scalar": of_two(relax.op.left_shift),
-    "__rshift__.Scalar": of_two(relax.op.right_shift),
-    "amax.default": over_dims(relax.op.max),
-    "amin.default": over_dims(relax.op.min),
-    "any.default": any_true,
-    "any.dim": any_true,
-    "any.dims": any_true,
-    "atan2.default": of_two(relax.op.atan2),
-    "clamp.default": clamp,
-    "clamp.Tensor": clamp,
-    "cumprod.default": cumulative(relax.op.cumprod),
-    "cumsum.default": cumulative(relax.op.cumsum),
-    "div.Scalar": of_two(relax.op.divide),
-    "div.Scalar_mode": divide_rounded,
-    "div.Tensor": of_two(relax.op.divide),
-    "div.Tensor_mode": divide_rounded,
-    "logical_and.default": _of_bools(relax.op.logical_and),
+    "arange.start_step": partial(counted, of_tvm),
+    "select.int": partial(selected, of_tvm),
+    "slice.Tensor": partial(sliced, of_tvm),
+    "split_with_sizes.default": partial(parted, of_tvm),
+    "__lshift__.Scalar": partial(of_two, relax.op.left_shift),
+    "__rshift__.Scalar": partial(of_two, relax.op.right_shift),
+    "amax.default": partial(over_dims, relax.op.max),
+    "amin.default": partial(over_dims, relax.op.min),
+    **dict.fromkeys(("any.default", "any.dim", "any.dims"), any_true),
+    "atan2.default": partial(of_two, relax.op.atan2),
+    **dict.fromkeys(("clamp.default", "clamp.Tensor"), clamp),
+    "cumprod.default": partial(cumulative, relax.op.cumprod),
+    "cumsum.default": partial(cumulative, relax.op.cumsum),
+    **dict.fromkeys(("div.Scalar", "div.Tensor"), partial(of_two, relax.op.divide)),
+    **dict.fromkeys(("div.Scalar_mode", "div.Tensor_mode"), divide_rounded),
+    "logical_and.default": partial(_of_bools, relax.op.logical_and),
     "logical_not.default": is_zero,
-    "logical_or.default": _of_bools(relax.op.logical_or),
-    "logical_xor.default": _of_bools(relax.op.logical_xor),
-    "max.dim": extreme_along(relax.op.argmax),
-    "min.dim": extreme_along(relax.op.argmin),
-    "prod.default": over_dims(relax.op.prod),
-    "prod.dim_int": over_dims(relax.op.prod),
+    "logical_or.default": partial(_of_bools, relax.op.logical_or),
+    "logical_xor.default": partial(_of_bools, relax.op.logical_xor),
+    "max.dim": partial(extreme_along, relax.op.argmax),
+    "min.dim": partial(extreme_along, relax.op.argmin),
+    **dict.fromkeys(("prod.default", "prod.dim_int"), partial(over_dims, relax.op.prod)),
     "sort.default": sort,
-    "sum.default": over_dims(relax.op.sum),
-    "sum.dim_IntList": over_dims(relax.op.sum),
+    **dict.fromkeys(("sum.default", "sum.dim_IntList"), partial(over_dims, relax.op.sum)),
     "where.self": where,
 }
 _PROMOTING = {
@@ -243,20 +205,15 @@ _PROMOTING = {
     "pow": relax.op.power,
     "remainder": relax.op.floor_mod,
 }
-_COMPARISONS = {
-    "eq": relax.op.equal,
-    "ge": relax.op.greater_equal,
-    "gt": relax.op.greater,
-    "le": relax.op.less_equal,
-    "lt": relax.op.less,
-    "ne": relax.op.not_equal,
-}
+_COMPARISONS = {compare.__name__: op for compare, op in COMPARISONS.items()}
 _FORMS = ("Scalar", "Tensor", "Tensor_Scalar", "Tensor_Tensor", "default")
-NUMBERS |= {f"{name}.{form}": promoting(op) for name, op in _PROMOTING.items() for form in _FORMS}
+NUMBERS |= {f"{name}.{form}": partial(promoting, op) for name, op in _PROMOTING.items() for form in _FORMS}
 NUMBERS["pow.Tensor_Scalar"] = power
-NUMBERS |= {f"{name}.{form}": comparison(op) for name, op in _COMPARISONS.items() for form in ("Scalar", "Tensor")}
+NUMBERS |= {
+    f"{name}.{form}": partial(comparison, op) for name, op in _COMPARISONS.items() for form in ("Scalar", "Tensor")
+}
 
 # Operators that may take a symbolic size for a number.
-WITH_NUMBERS = {f"{name}.{kind}" for name in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")} | {
-    f"{name}.{kind}" for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")
+WITH_NUMBERS = {
+    f"{name}.{kind}" for name in ("add", "sub", "mul", "div", *_COMPARISONS) for kind in ("Tensor", "Scalar")
 }

@@ -6,23 +6,22 @@ Each function takes the fx node and TVM's importer (`env`: node -> Relax value; 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from tvm import relax, tirx
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.targets.dtypes import dtype_name
 
-from .torch_args import arguments, emit, in_dtype, in_result_dtype, widened
+from .torch_args import arguments, emit, filled, in_dtype, in_result_dtype, widened
 from .torch_attention import attention
 from .torch_backward import BACKWARD, KEPT_BACKWARD
 from .torch_dropout import converted as dropout
 from .torch_general import CONVOLUTIONS, GENERAL, WITH_GRADIENTS
-from .torch_indexing import INDEXING, SHAPES
+from .torch_indexing import INDEXING, SHAPES, STRIDED
 from .torch_numbers import NUMBERS, Convert, of_tvm, promoting, widening
-from .torch_strided import STRIDED
 
 _aten = torch.ops.aten
 
@@ -55,17 +54,13 @@ KEPT = (
 )
 
 
-def with_alpha(op: Convert) -> Convert:
+def with_alpha(op: Convert, node: torch.fx.Node, importer: Any) -> relax.Expr:
     """a + alpha * b, or a - alpha * b, in the result's dtype. TVM's conversion leaves alpha out."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        alpha = node.kwargs.get("alpha", 1)
-        if alpha == 1:
-            return promoting(op)(node, importer)
-        a, b = (in_result_dtype(node, importer, operand) for operand in arguments(node, importer, 2))
-        return emit(importer, op(a, _scaled(importer, b, alpha)))
-
-    return converted
+    alpha = node.kwargs.get("alpha", 1)
+    if alpha == 1:
+        return promoting(op, node, importer)
+    a, b = (in_result_dtype(node, importer, operand) for operand in arguments(node, importer, 2))
+    return emit(importer, op(a, _scaled(importer, b, alpha)))
 
 
 def flip(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -103,7 +98,7 @@ def addmm(node: torch.fx.Node, importer: Any) -> relax.Expr:
 def layer_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Over the last dims; a weight or bias that is None is 1 or 0."""
     x, sizes, weight, bias, epsilon = arguments(node, importer, 2, weight=None, bias=None, eps=1e-5)
-    weight, bias = _filled(weight, 1, sizes, x), _filled(bias, 0, sizes, x)
+    weight, bias = filled(weight, 1, sizes, x), filled(bias, 0, sizes, x)
     return emit(importer, relax.op.nn.layer_norm(x, weight, bias, axes=_last(sizes), epsilon=epsilon))
 
 
@@ -111,7 +106,7 @@ def group_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Over groups of channels (dim 1) and all later dims."""
     x, groups, weight, bias, epsilon = arguments(node, importer, 2, weight=None, bias=None, eps=1e-5)
     shape = x.struct_info.shape
-    weight, bias = _filled(weight, 1, [shape[1]], x), _filled(bias, 0, [shape[1]], x)
+    weight, bias = filled(weight, 1, [shape[1]], x), filled(bias, 0, [shape[1]], x)
     axes = list(range(2, len(shape)))
     return emit(importer, relax.op.nn.group_norm(x, weight, bias, groups, channel_axis=1, axes=axes, epsilon=epsilon))
 
@@ -122,7 +117,7 @@ def rms_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     if epsilon is None:
         dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
         epsilon = torch.finfo(torch.float32 if dtype.itemsize < 4 else dtype).eps
-    return emit(importer, relax.op.nn.rms_norm(x, _filled(weight, 1, sizes, x), axes=_last(sizes), epsilon=epsilon))
+    return emit(importer, relax.op.nn.rms_norm(x, filled(weight, 1, sizes, x), axes=_last(sizes), epsilon=epsilon))
 
 
 def variance(node: torch.fx.Node, importer: Any) -> relax.Expr:
@@ -227,9 +222,9 @@ CONVERTERS: dict[str, Convert] = {
     **STRIDED,
     **GENERAL,
     "_native_batch_norm_legit_functional.default": batch_norm,
-    "_native_batch_norm_legit.no_stats": widening(of_tvm),
-    "_native_batch_norm_legit_no_training.default": widening(of_tvm),
-    "add.Tensor": with_alpha(relax.op.add),
+    "_native_batch_norm_legit.no_stats": partial(widening, of_tvm),
+    "_native_batch_norm_legit_no_training.default": partial(widening, of_tvm),
+    "add.Tensor": partial(with_alpha, relax.op.add),
     "addmm.default": addmm,
     "bilinear.default": bilinear,
     "bmm.default": matmul,
@@ -237,27 +232,20 @@ CONVERTERS: dict[str, Convert] = {
     "detach.default": detach,
     "embedding.default": embedding,
     "flip.default": flip,
-    "group_norm.default": widening(group_norm),
-    "layer_norm.default": widening(layer_norm),
+    "group_norm.default": partial(widening, group_norm),
+    "layer_norm.default": partial(widening, layer_norm),
     "linear.default": linear,
     "matmul.default": matmul,
     "mm.default": matmul,
-    "rms_norm.default": widening(rms_norm),
+    "rms_norm.default": partial(widening, rms_norm),
     "scaled_dot_product_attention.default": attention,
-    "sub.Tensor": with_alpha(relax.op.subtract),
+    "sub.Tensor": partial(with_alpha, relax.op.subtract),
     "var.correction": variance,
 }
 
 
 def _last(sizes: Any) -> list[int]:
     return list(range(-len(sizes), 0))
-
-
-def _filled(tensor: Any, value: int, sizes: Any, like: relax.Expr) -> relax.Expr:
-    """The tensor, or where there is none a constant of that value."""
-    if tensor is not None:
-        return tensor
-    return relax.const(np.full([int(size) for size in sizes], value), like.struct_info.dtype)
 
 
 def _scaled(importer: Any, value: relax.Expr, factor: Any) -> relax.Expr:

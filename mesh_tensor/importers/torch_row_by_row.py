@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .torch_args import op_name
 from .torch_rows_graph import Along, args_of
 
 _aten = torch.ops.aten
@@ -55,7 +56,7 @@ def is_smooth(node: torch.fx.Node) -> bool:
         return False
     if node.target is _aten.scaled_dot_product_attention.default and len(node.all_input_nodes) > 3:
         return False
-    name = getattr(node.target, "__name__", "").partition(".")[0]
+    name = op_name(node).partition(".")[0]
     if name == "div":  # by a number
         return not isinstance(args_of(node)[1], torch.fx.Node) and args_of(node)[1] != 0
     if name == "pow":
@@ -95,7 +96,6 @@ def _leading(last: int) -> Keeps:
 
 
 def _before_last(node: torch.fx.Node, along: Along, result: int) -> bool:
-    """Rows of operands before their last two dims."""
     return all(dim < _ndim(operand) - 2 for operand, dim in along.items())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import sympy
@@ -91,16 +91,14 @@ _OF_SIZES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _computed(of_sizes: Callable[..., Any] | None, of_numbers: Callable[..., relax.Expr]) -> Convert:
+def _computed(
+    of_sizes: Callable[..., Any] | None, of_numbers: Callable[..., relax.Expr], node: torch.fx.Node, importer: Any
+) -> Any:
     """Arithmetic on sizes; where the result is no whole number, in float64, as Python computes it."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> Any:
-        operands = arguments(node, importer, len(node.args))
-        if of_sizes is not None and not isinstance(node.meta["val"], torch.SymFloat):
-            return of_sizes(*operands)
-        return emit(importer, of_numbers(*(_number(importer, operand) for operand in operands)))
-
-    return converted
+    operands = arguments(node, importer, len(node.args))
+    if of_sizes is not None and not isinstance(node.meta["val"], torch.SymFloat):
+        return of_sizes(*operands)
+    return emit(importer, of_numbers(*(_number(importer, operand) for operand in operands)))
 
 
 def _number(importer: Any, value: Any) -> relax.Expr:
@@ -155,49 +153,41 @@ def _full(node: torch.fx.Node, importer: Any, shape: Sequence[Any], value: Any) 
     return emit(importer, relax.op.broadcast_to(in_result_dtype(node, importer, number), shape))
 
 
-def counted(otherwise: Convert) -> Convert:
+def counted(otherwise: Convert, node: torch.fx.Node, importer: Any) -> Any:
     """Numbers one step apart. Of steps down, and of fractions in whole numbers, which torch cuts off, TVM makes others:
     these are steps up, multiplied."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> Any:
-        start, end, step = arguments(node, importer, 2, step=1)
-        (count,), dtype = node.meta["val"].shape, result_dtype(node)
-        fractions = any(isinstance(number, float) for number in (start, end, step))
-        if not dtype.startswith("int") or isinstance(step, tirx.PrimExpr) or (step > 0 and not fractions):
-            return otherwise(node, importer)
-        if (many := importer.size(count)) is None or (fractions and not isinstance(count, int)):
-            refuse(f"numbers from {start} to {end} by {step}", fix="make them with a positive step, and flip them")
-        steps = emit(importer, relax.op.arange(0, many, 1, dtype))
-        moved = emit(importer, relax.op.multiply(steps, relax.const(int(step), dtype)))
-        first = tensor_of(importer, start, dtype) if _is_open(start) else relax.const(int(start), dtype)
-        return emit(importer, relax.op.add(moved, first))
-
-    return converted
+    start, end, step = arguments(node, importer, 2, step=1)
+    (count,), dtype = node.meta["val"].shape, result_dtype(node)
+    fractions = any(isinstance(number, float) for number in (start, end, step))
+    if not dtype.startswith("int") or isinstance(step, tirx.PrimExpr) or (step > 0 and not fractions):
+        return otherwise(node, importer)
+    if (many := importer.size(count)) is None or (fractions and not isinstance(count, int)):
+        refuse(f"numbers from {start} to {end} by {step}", fix="make them with a positive step, and flip them")
+    steps = emit(importer, relax.op.arange(0, many, 1, dtype))
+    moved = emit(importer, relax.op.multiply(steps, relax.const(int(step), dtype)))
+    first = tensor_of(importer, start, dtype) if _is_open(start) else relax.const(int(start), dtype)
+    return emit(importer, relax.op.add(moved, first))
 
 
-def sliced(otherwise: Convert) -> Convert:
+def sliced(otherwise: Convert, node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Part of a dim. Open bounds count from its end, or lie before it begins, where they did so in the example: torch
     takes no sizes with which they don't."""
+    x, dim, start, end, step = arguments(node, importer, 1, dim=0, start=None, end=None, step=1)
+    example = _hint(node.args[0].meta["val"].shape[dim])  # type: ignore[union-attr]
+    given = [node.args[place] if place < len(node.args) else None for place in (2, 3)]
+    stated = [bound.meta["val"] if isinstance(bound, torch.fx.Node) else bound for bound in given]
+    if not any(isinstance(bound, torch.SymInt) and _hint(bound) < 0 for bound in stated):
+        return otherwise(node, importer)
+    size = x.struct_info.shape[dim]
 
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        x, dim, start, end, step = arguments(node, importer, 1, dim=0, start=None, end=None, step=1)
-        example = _hint(node.args[0].meta["val"].shape[dim])  # type: ignore[union-attr]
-        given = [node.args[place] if place < len(node.args) else None for place in (2, 3)]
-        stated = [bound.meta["val"] if isinstance(bound, torch.fx.Node) else bound for bound in given]
-        if not any(isinstance(bound, torch.SymInt) and _hint(bound) < 0 for bound in stated):
-            return otherwise(node, importer)
-        size = x.struct_info.shape[dim]
+    def from_start(bound: Any, meant: Any) -> Any:
+        if _hint(meant) >= 0:
+            return bound
+        return bound + size if _hint(meant) + example >= 0 else 0
 
-        def from_start(bound: Any, meant: Any) -> Any:
-            if _hint(meant) >= 0:
-                return bound
-            return bound + size if _hint(meant) + example >= 0 else 0
-
-        first = 0 if start is None else from_start(start, stated[0])
-        last = size if end is None else tirx.min(from_start(end, stated[1]), size)
-        return emit(importer, relax.op.strided_slice(x, [dim], [first], [last], [step]))
-
-    return converted
+    first = 0 if start is None else from_start(start, stated[0])
+    last = size if end is None else tirx.min(from_start(end, stated[1]), size)
+    return emit(importer, relax.op.strided_slice(x, [dim], [first], [last], [step]))
 
 
 def _hint(size: Any) -> int:
@@ -205,48 +195,40 @@ def _hint(size: Any) -> int:
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
-def selected(otherwise: Convert) -> Convert:
+def selected(otherwise: Convert, node: torch.fx.Node, importer: Any) -> relax.Expr:
     """One place of a dim, which a size may say."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        x, dim, place = arguments(node, importer, 3)
-        if not _is_open(place):
-            return otherwise(node, importer)
-        return emit(importer, relax.op.take(x, tensor_of(importer, place, "int64"), axis=dim))
-
-    return converted
+    x, dim, place = arguments(node, importer, 3)
+    if not _is_open(place):
+        return otherwise(node, importer)
+    return emit(importer, relax.op.take(x, tensor_of(importer, place, "int64"), axis=dim))
 
 
-def parted(otherwise: Convert) -> Convert:
+def parted(otherwise: Convert, node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Parts of a dim, one after the other, of which some are as long as sizes say."""
-
-    def converted(node: torch.fx.Node, importer: Any) -> relax.Expr:
-        x, lengths, dim = arguments(node, importer, 2, dim=0)
-        if not any(isinstance(length, torch.fx.Node) for length in lengths):
-            return otherwise(node, importer)
-        parts, start = [], tirx.IntImm("int64", 0)
-        for length in lengths:
-            end = start + (importer.env[length] if isinstance(length, torch.fx.Node) else length)
-            parts.append(emit(importer, relax.op.strided_slice(x, [dim], [start], [end])))
-            start = end
-        return emit(importer, relax.Tuple(parts))
-
-    return converted
+    x, lengths, dim = arguments(node, importer, 2, dim=0)
+    if not any(isinstance(length, torch.fx.Node) for length in lengths):
+        return otherwise(node, importer)
+    parts, start = [], tirx.IntImm("int64", 0)
+    for length in lengths:
+        end = start + (importer.env[length] if isinstance(length, torch.fx.Node) else length)
+        parts.append(emit(importer, relax.op.strided_slice(x, [dim], [start], [end])))
+        start = end
+    return emit(importer, relax.Tuple(parts))
 
 
 _op = relax.op
 SIZES: dict[str, Convert] = {
-    "add": _computed(operator.add, _op.add),
-    "floordiv": _computed(operator.floordiv, _op.floor_divide),
+    "add": partial(_computed, operator.add, _op.add),
+    "floordiv": partial(_computed, operator.floordiv, _op.floor_divide),
     "full.default": filled,
     "full_like.default": filled_like,
-    "mod": _computed(operator.mod, _op.floor_mod),
-    "mul": _computed(operator.mul, _op.multiply),
-    "neg": _computed(operator.neg, _op.negative),
-    "pow": _computed(operator.pow, _op.power),
+    "mod": partial(_computed, operator.mod, _op.floor_mod),
+    "mul": partial(_computed, operator.mul, _op.multiply),
+    "neg": partial(_computed, operator.neg, _op.negative),
+    "pow": partial(_computed, operator.pow, _op.power),
     "scalar_tensor.default": one_number,
-    "sub": _computed(operator.sub, _op.subtract),
+    "sub": partial(_computed, operator.sub, _op.subtract),
     "sym_float": as_float,
     "sym_numel.default": elements,
-    "truediv": _computed(None, _op.divide),
+    "truediv": partial(_computed, None, _op.divide),
 }

@@ -1,5 +1,3 @@
 """Global view to local view: `lower`, and `LowerToLocalView` for a Sequential of TVM passes."""
 
 from .lower import LowerToLocalView, lower
-
-__all__ = ["LowerToLocalView", "lower"]

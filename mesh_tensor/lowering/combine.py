@@ -144,7 +144,6 @@ class _Combiner:
         return part_of(self.analysis, stmts, [*largest.values(), *own.values(), *made], self.allocated)
 
     def _beside(self, live_range: LiveRange) -> tirx.Buffer:
-        """Another buffer like that of a live range."""
         made = buffer_like(live_range.buffer, str(len(self.allocated)))
         self.allocated.append(made)
         return made

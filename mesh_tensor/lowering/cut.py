@@ -22,6 +22,7 @@ from mesh_tensor.tir.effects import written
 from mesh_tensor.tir.memory import row_strides
 from mesh_tensor.tir.nodes import nodes
 from mesh_tensor.tir.rewrite import block_like, number, region_call, replace_block, sequence, tile_op
+from mesh_tensor.tir.tile_calls import completed
 from mesh_tensor.tir.user_reports import is_print, message_only, printed_buffers
 
 from .scalars import computed_again, is_computed_again
@@ -198,10 +199,10 @@ def part_of(
     analysis: Analysis, stmts: list[tirx.Stmt], workspaces: list[Workspace], more: Sequence[tirx.Buffer] = ()
 ) -> tirx.PrimFunc:
     """A function with these statements as its kernel's body, only the parameters that they use, and `more` on-chip
-    buffers."""
+    buffers. What is saved of an asynchronous product or copy is complete, wherever the author waits for it."""
     kernel = analysis.kernel
     func = kernel.func
-    body = hinted_like(kernel.root.body, sequence(stmts))
+    body = completed(hinted_like(kernel.root.body, sequence(stmts)))
     used = _used(body)
     allocs = [b for b in kernel.root.alloc_buffers if b in used]
     block = block_like(kernel.root, body, [*allocs, *more])

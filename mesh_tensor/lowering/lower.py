@@ -132,7 +132,6 @@ class _Assembler:
         return _with_buffers(tirx.stmt_functor.substitute(kernel, values), mapping)
 
     def _sizes(self) -> list[tirx.Var]:
-        """Symbolic sizes that no tile's shape tells."""
         told = {d for b in self.buffers.values() for d in b.shape if isinstance(d, tirx.Var)}
         told |= {*self.lowered.scalars, *self.axes.values()}
         sizes = [size for tensor in self.lowered.tensors.values() for size in tensor.shape]

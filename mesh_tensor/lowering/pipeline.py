@@ -38,8 +38,7 @@ from mesh_tensor.tir.nodes import function_name, loads
 from .decide import decide, split_at
 from .grids import LoweredGrids, lower_grids
 from .layouts import explicit
-from .local_parts import make_local
-from .local_view import Lowered
+from .local_view import Lowered, make_local
 from .original_dims import rule
 from .parts import cut_up
 from .stages import Annotated, LocalPart, LocalParts, Part, Parts, Ruled, Unsplittable

@@ -25,15 +25,7 @@ from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, body_statements
 from mesh_tensor.tir.effects import changes_nothing
 from mesh_tensor.tir.loops import BACKWARD, is_backward
-from mesh_tensor.tir.rewrite import (
-    buffer_like,
-    constant,
-    exchange_buffers,
-    fill,
-    loop_like,
-    over_elements,
-    sequence,
-)
+from mesh_tensor.tir.rewrite import buffer_like, constant, exchange_buffers, fill, loop_like, over_elements, sequence
 
 from .cut import Workspace, is_live, make_workspace, part_of, with_leading_dim
 from .scan_scales import Scale, scale_of

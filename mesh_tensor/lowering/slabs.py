@@ -108,7 +108,6 @@ class Slabs:
         return made
 
     def _split(self, factor: Factor) -> Split | None:
-        """How the mesh splits the factor."""
         return next((split for split in self.kernel.splits if split.factor is factor), None)
 
     def _slab(self, factor: Factor, start: int, stop: int) -> Split:

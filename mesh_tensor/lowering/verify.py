@@ -140,10 +140,7 @@ class _Chain:
 
     def problems(self) -> list[str]:
         found: list[str] = []
-        kinds: dict[type, Callable[[Any], Iterator[str]]] = {
-            LocalKernel: self._kernel,
-            Collective: self._collective,
-        }
+        kinds: dict[type, Callable[[Any], Iterator[str]]] = {LocalKernel: self._kernel, Collective: self._collective}
         for number, step in enumerate(self.lowered.steps):
             found += [f"step {number}: {fact}" for fact in kinds[type(step)](step)]
         return found

@@ -4,17 +4,3 @@ from .check import Dependencies, Held, check_schedule, peaks
 from .clock import Event, Timeline, timeline
 from .orders import SCHEDULES
 from .schedule import KINDS, Action, Schedule
-
-__all__ = [
-    "KINDS",
-    "SCHEDULES",
-    "Action",
-    "Dependencies",
-    "Event",
-    "Held",
-    "Schedule",
-    "Timeline",
-    "check_schedule",
-    "peaks",
-    "timeline",
-]

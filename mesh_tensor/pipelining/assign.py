@@ -61,7 +61,6 @@ def spread(flow: Flow, stated: Mapping[str, int], count: int) -> Stages:
 
 
 def _stated(flow: Flow, stages: Sequence[NamedStage]) -> dict[str, int]:
-    """Named value -> its stage."""
     names = flow.named
     found: dict[str, int] = {}
     problems: list[str] = []

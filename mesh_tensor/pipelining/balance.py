@@ -87,7 +87,6 @@ def _places(flow: Flow, names: Sequence[str], machine: Machine) -> dict[int, flo
 
 
 def _seconds(flow: Flow, names: Sequence[str], machine: Machine) -> list[float]:
-    """What each binding takes on one device."""
     functions = relax_functions(flow.mod)
     known: dict[str, float] = {}
 
@@ -144,7 +143,6 @@ def place(
 
 
 def _named(topology: Topology, stages: Sequence[str | None], name: str, microbatches: int) -> Schedule:
-    """The schedule of that name for these stages."""
     count, meshes = len(stages), len(topology)
     if name in _IN_ORDER and None not in stages:
         return _in_order(topology, [str(mesh) for mesh in stages], name, microbatches)

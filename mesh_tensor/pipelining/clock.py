@@ -108,8 +108,6 @@ def timeline(
 
 
 class _Clock:
-    """What has run so far."""
-
     def __init__(
         self,
         schedule: Schedule,

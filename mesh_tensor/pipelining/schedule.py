@@ -38,10 +38,7 @@ class Action(NamedTuple):
         """Of the text that an action prints as: stage, kind, microbatch."""
         found = _TEXT.fullmatch(text.strip())
         if found is None:
-            refuse(
-                f"{shown(text)} is no action",
-                fix="write stage, kind (F, B, I or W) and microbatch, as in 2F0",
-            )
+            refuse(f"{shown(text)} is no action", fix="write stage, kind (F, B, I or W) and microbatch, as in 2F0")
         return cls(found[2], int(found[1]), int(found[3]))
 
     def __repr__(self) -> str:

@@ -22,9 +22,8 @@ from mesh_tensor.rules.operator import OpRule
 from mesh_tensor.rules.operator.dropout import DROPOUT
 
 from .batch_devices import AnyKind, Apart, DeviceKinds, kind_within, settled, with_kind
-from .batch_growth import Larger, Numbers
+from .batch_growth import Larger, Numbers, PartsWriter, Total
 from .batch_kinds import Divided, Fixed, Kind, Mean, Mixed, Rows, Sum, quotient
-from .batch_totals import PartsWriter, Total
 from .gradient import depending_on
 from .ir import Graph, Node, Value, leaves
 from .manual import manual_mesh

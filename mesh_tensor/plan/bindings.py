@@ -33,12 +33,7 @@ class Bindings:
     """One function's bindings, where variables are the values of `env`."""
 
     def __init__(
-        self,
-        reader: GraphReader,
-        function: str,
-        env: dict[relax.Var, Tree],
-        scopes: Scopes,
-        region: Region | None,
+        self, reader: GraphReader, function: str, env: dict[relax.Var, Tree], scopes: Scopes, region: Region | None
     ) -> None:
         self._reader, self._function, self.env, self._scopes = reader, function, env, scopes
         self._region = region

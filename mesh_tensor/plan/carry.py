@@ -8,7 +8,7 @@ What several take, and each of them hands on pending, is completed before, where
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sharding import Partial, Sharding
@@ -30,13 +30,13 @@ def find_carried(
     graph: Graph, atoms: Atoms, layouts: Layouts, decisions: Mapping[Node, Decision]
 ) -> tuple[dict[Value, Sharding], Mapping[Node, Decision]]:
     """The values that are handed on partial, each with a layout that says over which axes; and the decisions, of which
-    some are others so that pending sums meet (see `_meeting`)."""
+    some are others so that pending sums meet (see `_Sums.meeting`)."""
     uses = graph.uses()
-    widened = widened_values(graph, uses)
-    meeting = _meeting(graph, atoms, decisions, uses, widened, layouts.order)
+    sums = _Sums(graph, atoms, uses, widened_values(graph, uses))
+    meeting = sums.meeting(decisions, layouts.order)
     while True:
         tried = {**decisions, **meeting}
-        pending = _carried(graph, atoms, tried, uses, widened)
+        pending = sums.carried(tried)
         alone = [node for node in meeting if not taken_of(node, atoms, tried, pending)]
         if not alone:
             break
@@ -49,81 +49,144 @@ def find_carried(
     return carried, tried
 
 
-def _meeting(
-    graph: Graph,
-    atoms: Atoms,
-    decisions: Mapping[Node, Decision],
-    uses: Mapping[Value, list[tuple[Node, int]]],
-    widened: Collection[Value],
-    order: Order,
-) -> dict[Node, Decision]:
-    """Other decisions for nodes that add several pending sums, which nothing else takes, and for those that only move
-    elements on the way there: the axes that these are pending over split nothing there, so that one sum is reduced
-    after it instead of several before."""
-    found: dict[Node, Decision] = {}
-    pending: dict[Value, Pending] = {}
-    for node in graph.nodes:
-        decision, rule = decisions[node], atoms.rules[node]
-        parts = {pending[value].parts if value in pending else () for value in node.inputs}
-        (only,) = parts if len(parts) == 1 else ((),)
-        split = {axis: factor for axis, factor in decision.split.items() if axis not in dict(only)}
-        joins = _adds(node, rule) or _moves(node, rule)
-        joins = joins and not rule.fixed.keys() & dict(only)
-        if only and split != decision.split and joins and all(len(uses[v]) == 1 for v in node.inputs):
-            needed = operand_layouts(graph.mesh, rule, split, order)
-            results = zip(rule.outputs, rule.partial, strict=True)
-            produced = tuple(result_layout(graph.mesh, factors, split, ops, order) for factors, ops in results)
-            decision = found[node] = Decision(split, split, needed, produced)
-        if (other := _with_whole_terms(node, atoms, decision, pending, uses)) is not None:
-            decision = found[node] = other
-        taken = taken_of(node, atoms, {node: decision}, pending)
-        for value, left in left_by(node, rule, decision, taken, pending):
-            if value not in graph.annotations and not _is_narrow_sum(value, left, widened):
-                pending[value] = left
-    for node in reversed(graph.nodes):
-        if node in found and _moves(node, atoms.rules[node]) and not _is_added(node, atoms, found, uses):
-            del found[node]
-    return found
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """The sums of a graph that may wait. `uses`: who takes a value, in which place; `widened`: see `widened_values`."""
 
+    graph: Graph
+    atoms: Atoms
+    uses: Mapping[Value, list[tuple[Node, int]]]
+    widened: Collection[Value]
 
-def _with_whole_terms(
-    node: Node,
-    atoms: Atoms,
-    decision: Decision,
-    pending: Mapping[Value, Pending],
-    uses: Mapping[Value, list[tuple[Node, int]]],
-) -> Decision | None:
-    """Another decision for a node that adds what all devices have to a pending sum, of which less is made next (the
-    chosen experts' results, with their biases, are summed): one device adds it, and others 0."""
-    waiting = [value for value in node.inputs if value in pending]
-    if len(waiting) != 1 or not _adds(node, atoms.rules[node]) or not _shrinks(node.outputs[0], atoms, uses):
-        return None
-    left = pending[waiting[0]]
-    if left.owner is not None or any(op != "sum" or axis in decision.split for axis, op in left.parts):
-        return None
-    if any(layout.windows for layout in decision.needed):  # what is partial is completed before
-        return None
-    needed = list(decision.needed)
-    for number, value in enumerate(node.inputs):
-        for axis, op in left.parts if value not in pending else ():
-            needed[number] = needed[number].with_partial(axis, op)
-    return replace(decision, needed=tuple(needed))
+    def meeting(self, decisions: Mapping[Node, Decision], order: Order) -> dict[Node, Decision]:
+        """Other decisions for nodes that add several pending sums, which nothing else takes, or sum one along a dim,
+        and for those that only move elements on the way there: the axes that these are pending over split nothing
+        there, so that one sum is reduced after it instead of several before, or a smaller one."""
+        found: dict[Node, Decision] = {}
+        pending: dict[Value, Pending] = {}
+        for node in self.graph.nodes:
+            decision, rule = decisions[node], self.atoms.rules[node]
+            parts = {pending[value].parts if value in pending else () for value in node.inputs}
+            (only,) = parts if len(parts) == 1 else ((),)
+            split = {axis: factor for axis, factor in decision.split.items() if axis not in dict(only)}
+            joins = _adds(node, rule) or _moves(node, rule) or _sums(node, rule)
+            joins = joins and not rule.fixed.keys() & dict(only)
+            if only and split != decision.split and joins and all(len(self.uses[v]) == 1 for v in node.inputs):
+                needed = operand_layouts(self.graph.mesh, rule, split, order)
+                results = zip(rule.outputs, rule.partial, strict=True)
+                produced = tuple(result_layout(self.graph.mesh, factors, split, ops, order) for factors, ops in results)
+                decision = found[node] = Decision(split, split, needed, produced)
+            if (other := self._with_whole_terms(node, decision, pending)) is not None:
+                decision = found[node] = other
+            taken = taken_of(node, self.atoms, {node: decision}, pending)
+            for value, left in left_by(node, rule, decision, taken, pending):
+                if value not in self.graph.annotations and not _is_narrow_sum(value, left, self.widened):
+                    pending[value] = left
+        for node in reversed(self.graph.nodes):
+            if node in found and _moves(node, self.atoms.rules[node]) and not self._is_added(node, found):
+                del found[node]
+        return found
 
+    def _with_whole_terms(self, node: Node, decision: Decision, pending: Mapping[Value, Pending]) -> Decision | None:
+        """Another decision for a node that adds what all devices have to a pending sum, of which less is made next (the
+        chosen experts' results, with their biases, are summed): one device adds it, and others 0."""
+        waiting = [value for value in node.inputs if value in pending]
+        if len(waiting) != 1 or not _adds(node, self.atoms.rules[node]) or not self._shrinks(node.outputs[0]):
+            return None
+        left = pending[waiting[0]]
+        if left.owner is not None or any(op != "sum" or axis in decision.split for axis, op in left.parts):
+            return None
+        if any(layout.windows for layout in decision.needed):  # what is partial is completed before
+            return None
+        needed = list(decision.needed)
+        for number, value in enumerate(node.inputs):
+            for axis, op in left.parts if value not in pending else ():
+                needed[number] = needed[number].with_partial(axis, op)
+        return replace(decision, needed=tuple(needed))
 
-def _shrinks(value: Value, atoms: Atoms, uses: Mapping[Value, list[tuple[Node, int]]]) -> bool:
-    """Whether something smaller is made of the value alone, by nodes that are linear in it."""
-    size = value.type.elements
-    while len(users := uses.get(value, [])) == 1:
-        node, position = users[0]
-        rule = atoms.rules[node].rule
-        if len(node.outputs) != 1 or not (
-            frozenset({position}) in rule.linear or (rule.moves and len(node.inputs) == 1)
-        ):
-            return False
-        (value,) = node.outputs
-        if value.type.elements < size:
+    def _shrinks(self, value: Value) -> bool:
+        """Whether something smaller is made of the value alone, by nodes that are linear in it."""
+        size = value.type.elements
+        while len(users := self.uses.get(value, [])) == 1:
+            node, position = users[0]
+            rule = self.atoms.rules[node].rule
+            if len(node.outputs) != 1 or not (
+                frozenset({position}) in rule.linear or (rule.moves and len(node.inputs) == 1)
+            ):
+                return False
+            (value,) = node.outputs
+            if value.type.elements < size:
+                return True
+        return False
+
+    def _is_added(self, node: Node, found: Mapping[Node, Decision]) -> bool:
+        """Whether what the node gives is added to other pending sums, or summed along a dim, or is a gradient that an
+        optimizer takes: there it is in the parameter's layout, and nothing but the optimizer waits for it."""
+        users = [user for user, _ in self.uses.get(node.outputs[0], ())]
+        if any(user.call.operator in (UPDATE, NARROWED) for user in users):
             return True
-    return False
+        return len(users) == 1 and (users[0] in found or _adds(users[0], self.atoms.rules[users[0]]))
+
+    def carried(self, decisions: Mapping[Node, Decision]) -> dict[Value, Pending]:
+        """What values are pending with: all that could be, but those of which several sums would be completed later."""
+        refused = {*leaves(self.graph.result), *self.graph.annotations, *_taken_into_loops(self.graph)}
+        pending = self._settled(decisions, refused)
+        shared = [value for value in pending if len(self.uses.get(value, ())) > 1]
+        least, fewest = self._taken(decisions, pending) if shared else (0, 0)
+        for value in shared[:_MOST_SHARED]:
+            if value not in pending:
+                continue
+            tried = self._settled(decisions, refused | {value})
+            price, nbytes = self._taken(decisions, tried)
+            if price < least and nbytes <= fewest:  # small sums may be completed together: their starts are no reason
+                refused, pending, least, fewest = refused | {value}, tried, price, nbytes
+        return pending
+
+    def _taken(self, decisions: Mapping[Node, Decision], pending: Mapping[Value, Pending]) -> tuple[int, int]:
+        """What it takes to complete the sums that are not handed on, and the bytes that a device receives then."""
+        total = nbytes = 0
+        for node in self.graph.nodes:
+            taken, decision = taken_of(node, self.atoms, decisions, pending), decisions[node]
+            left_over = dict(left_by(node, self.atoms.rules[node], decision, taken, pending))
+            for value, produced in zip(node.outputs, decision.produced, strict=True):
+                if value in left_over and value not in pending:
+                    whole = produced
+                    for axis, _ in produced.partial:
+                        whole = whole.with_replicate(axis)
+                    parts = whole
+                    for axis, op in left_over[value].parts:
+                        parts = parts.with_partial(axis, op)
+                    change = self.atoms.shape(value), value.type.dtype, parts, whole
+                    total, nbytes = total + self.graph.prices.change(*change), nbytes + bytes_moved(*change)
+        return total, nbytes
+
+    def _settled(self, decisions: Mapping[Node, Decision], refused: Collection[Value]) -> dict[Value, Pending]:
+        """What is pending, if that is not refused. Starts from all that could be, and takes away what some user can't
+        take, until that changes nothing."""
+        refused = {*refused}
+        while True:
+            pending = self._pending(decisions, refused)
+            bad = {
+                value
+                for value in pending
+                if any(
+                    position not in taken_of(node, self.atoms, decisions, pending, refused)
+                    for node, position in self.uses.get(value, ())
+                )
+            }
+            if not bad:
+                return pending
+            refused |= bad
+
+    def _pending(self, decisions: Mapping[Node, Decision], refused: set[Value]) -> dict[Value, Pending]:
+        """What each value is pending with, if all but the refused stay so."""
+        pending: dict[Value, Pending] = {}
+        for node in self.graph.nodes:
+            taken = taken_of(node, self.atoms, decisions, pending, refused)
+            for value, left in left_by(node, self.atoms.rules[node], decisions[node], taken, pending):
+                if value not in refused and not _is_narrow_sum(value, left, self.widened):
+                    pending[value] = left
+        return pending
 
 
 def _moves(node: Node, rule: NodeRule) -> bool:
@@ -132,106 +195,15 @@ def _moves(node: Node, rule: NodeRule) -> bool:
     return len(node.inputs) == len(node.outputs) == 1 and moves and not node.is_annotation
 
 
-def _is_added(
-    node: Node, atoms: Atoms, found: Mapping[Node, Decision], uses: Mapping[Value, list[tuple[Node, int]]]
-) -> bool:
-    """Whether what the node gives is added to other pending sums, or is a gradient that an optimizer takes: there it is
-    in the parameter's layout, and nothing but the optimizer waits for it."""
-    users = [user for user, _ in uses.get(node.outputs[0], ())]
-    if any(user.call.operator in (UPDATE, NARROWED) for user in users):
-        return True
-    return len(users) == 1 and (users[0] in found or _adds(users[0], atoms.rules[users[0]]))
+def _sums(node: Node, rule: NodeRule) -> bool:
+    """Whether the node makes less of its one operand, in which it is linear: as it is of what several heads share."""
+    linear = len(node.inputs) == len(node.outputs) == 1 and frozenset({0}) in rule.rule.linear
+    return linear and node.outputs[0].type.elements < node.inputs[0].type.elements
 
 
 def _adds(node: Node, rule: NodeRule) -> bool:
     """Whether the node is linear in several operands together, and they are all that it has."""
     return len(node.inputs) > 1 and frozenset(range(len(node.inputs))) in rule.rule.linear
-
-
-def _carried(
-    graph: Graph,
-    atoms: Atoms,
-    decisions: Mapping[Node, Decision],
-    uses: Mapping[Value, list[tuple[Node, int]]],
-    widened: Collection[Value],
-) -> dict[Value, Pending]:
-    """What values are pending with: all that could be, but those of which several sums would be completed later."""
-    refused = {*leaves(graph.result), *graph.annotations, *_taken_into_loops(graph)}
-    pending = _settled(graph, atoms, decisions, uses, widened, refused)
-    shared = [value for value in pending if len(uses.get(value, ())) > 1]
-    least, fewest = _taken(graph, atoms, decisions, pending) if shared else (0, 0)
-    for value in shared[:_MOST_SHARED]:
-        if value not in pending:
-            continue
-        tried = _settled(graph, atoms, decisions, uses, widened, refused | {value})
-        price, nbytes = _taken(graph, atoms, decisions, tried)
-        if price < least and nbytes <= fewest:  # small sums may be completed together: their starts are no reason
-            refused, pending, least, fewest = refused | {value}, tried, price, nbytes
-    return pending
-
-
-def _taken(
-    graph: Graph, atoms: Atoms, decisions: Mapping[Node, Decision], pending: Mapping[Value, Pending]
-) -> tuple[int, int]:
-    """What it takes to complete the sums that are not handed on, and the bytes that a device receives then."""
-    total = nbytes = 0
-    for node in graph.nodes:
-        taken, decision = taken_of(node, atoms, decisions, pending), decisions[node]
-        left_over = dict(left_by(node, atoms.rules[node], decision, taken, pending))
-        for value, produced in zip(node.outputs, decision.produced, strict=True):
-            if value in left_over and value not in pending:
-                whole = produced
-                for axis, _ in produced.partial:
-                    whole = whole.with_replicate(axis)
-                parts = whole
-                for axis, op in left_over[value].parts:
-                    parts = parts.with_partial(axis, op)
-                change = atoms.shape(value), value.type.dtype, parts, whole
-                total, nbytes = total + graph.prices.change(*change), nbytes + bytes_moved(*change)
-    return total, nbytes
-
-
-def _settled(
-    graph: Graph,
-    atoms: Atoms,
-    decisions: Mapping[Node, Decision],
-    uses: Mapping[Value, list[tuple[Node, int]]],
-    widened: Collection[Value],
-    refused: Collection[Value],
-) -> dict[Value, Pending]:
-    """What is pending, if that is not refused. Starts from all that could be, and takes away what some user can't take,
-    until that changes nothing."""
-    refused = {*refused}
-    while True:
-        pending = _pending(graph, atoms, decisions, refused, widened)
-        bad = {
-            value
-            for value in pending
-            if any(
-                position not in taken_of(node, atoms, decisions, pending, refused)
-                for node, position in uses.get(value, ())
-            )
-        }
-        if not bad:
-            return pending
-        refused |= bad
-
-
-def _pending(
-    graph: Graph,
-    atoms: Atoms,
-    decisions: Mapping[Node, Decision],
-    refused: set[Value],
-    widened: Collection[Value],
-) -> dict[Value, Pending]:
-    """What each value is pending with, if all but the refused stay so."""
-    pending: dict[Value, Pending] = {}
-    for node in graph.nodes:
-        taken = taken_of(node, atoms, decisions, pending, refused)
-        for value, left in left_by(node, atoms.rules[node], decisions[node], taken, pending):
-            if value not in refused and not _is_narrow_sum(value, left, widened):
-                pending[value] = left
-    return pending
 
 
 def _taken_into_loops(graph: Graph) -> Iterator[Value]:

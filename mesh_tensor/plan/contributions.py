@@ -38,11 +38,7 @@ def contributions(
 
 
 def _other(
-    node: Node,
-    rule: NodeRule,
-    layouts: Layouts,
-    decision: Decision,
-    pending: Mapping[Value, Pending],
+    node: Node, rule: NodeRule, layouts: Layouts, decision: Decision, pending: Mapping[Value, Pending]
 ) -> Decision:
     """The decision in which the axes that split the rows do so, or split nothing where it is computed of them."""
     split: dict[str, str] = dict(decision.split)

@@ -62,10 +62,7 @@ def counted_slices(graph: Graph) -> Graph:
 
 
 def _rewritten(
-    node: Node,
-    chains: dict[Node, list[_Call]],
-    by_rows: dict[Node, tuple[int, tuple[Value, ...]]],
-    fresh: Fresh,
+    node: Node, chains: dict[Node, list[_Call]], by_rows: dict[Node, tuple[int, tuple[Value, ...]]], fresh: Fresh
 ) -> Iterator[Node]:
     if node in chains:
         yield from _nodes(node, chains[node], fresh)

@@ -1,145 +1,25 @@
-"""Operators in another form: taken apart, where a dim is split that they need whole (a softmax into a max, ..., a
-variance into two means);
-axes that are, so that one splits two factors; dims that are apart elsewhere; and sums of several parts that wait for
-devices: added to each other before anything else is, so that one collective completes them all. `x + a + b`, of
-which a and b are products over a split dim, becomes `(a + b) + x`."""
+"""Functions in another form: with axes taken apart, so that one splits two factors; with dims whole that are apart
+elsewhere; and with sums of several parts that wait for devices added to each other before anything else is, so that one
+collective completes them all. `x + a + b`, of which a and b are products over a split dim, becomes `(a + b) + x`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tvm import relax
 
 from mesh_tensor.annotations.module_annotations import Annotation
-from mesh_tensor.base.dtypes import NARROW, is_float
+from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.sub_axes import Refinement
-from mesh_tensor.rules.operator.call import OpCall, op_call
-from mesh_tensor.rules.operator.cost import count_flops
+from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.shape import merge_call
 
 from .atoms import Atoms
-from .ir import Graph, Node, Scope, Value
+from .ir import Graph, Node, Value
 from .propagate import Layouts
 from .reader import Annotations
-
-op = relax.op
-Emit = Callable[[relax.Expr], relax.Var]
-Means = dict[tuple, Value]  # by what they are of, and where they stand
-
-
-def expand(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
-    """The graph with such operators taken apart whose dim some axis splits, where that takes less than to gather the
-    dim; None where there is none."""
-    found = {node for node in graph.nodes if node.call.name in _EXPANSIONS and _pays(node, graph, atoms, layouts)}
-    if not found:
-        return None
-    nodes: list[Node] = []
-    means: Means = {}
-    for node in graph.nodes:
-        nodes += _expanded(node, means) if node in found else [node]
-        if (key := _mean_of(node.call, node.inputs, node.scopes)) is not None:
-            means.setdefault(key, node.outputs[0])
-    return replace(graph, nodes=nodes)
-
-
-def _mean_of(call: OpCall, inputs: tuple[Value, ...], scopes: tuple[Scope, ...]) -> tuple | None:
-    """What a mean is of that keeps its dims, and where it stands; None of anything else."""
-    is_mean = call.name == "mean" and bool(call.attr("keepdims"))
-    return (inputs[0], call.axes(call.attr("axis")), scopes) if is_mean else None
-
-
-def _pays(node: Node, graph: Graph, atoms: Atoms, layouts: Layouts) -> bool:
-    """Whether two sums along the dim take less than to gather it, and to do the work of all its devices on each. The
-    result is split as the operand is then, unless another layout is stated for it."""
-    (x,), (result,) = node.inputs, node.outputs
-    positions = [one for dim in node.call.axes(node.call.attr("axis")) for one in atoms.positions(x, dim)]
-    split, shape = layouts.of[x], atoms.shape(x)
-    axes = [axis for position in positions for axis in split.axes_of(position)]
-    if not axes or not is_float(x.type.dtype):
-        return False
-    whole = total = split
-    for axis in axes:
-        whole, total = whole.with_replicate(axis), total.with_partial(axis, "sum")
-    change = graph.prices.change
-    again = graph.prices.work(node, count_flops(node.call))
-    again -= again // math.prod(split.mesh.size(axis) for axis in axes)
-    gathered = change(shape, x.type.dtype, split, whole)
-    row = tuple(1 if position in positions else size for position, size in enumerate(shape))
-    sums = 2 * change(row, _wide(x.type.dtype), total, whole)
-    if result in graph.annotations and result.type == x.type:
-        sums += change(shape, x.type.dtype, split, layouts.of[result])
-    return sums < gathered + again
-
-
-def _wide(dtype: str) -> str:
-    """The dtype in which rows are summed."""
-    return "float32" if dtype in NARROW else dtype
-
-
-def _expanded(node: Node, means: Means) -> list[Node]:
-    """The nodes from the node's operand to its result; of `means` before it, those that it needs are taken."""
-    (x,), (result,) = node.inputs, node.outputs
-    builder = relax.BlockBuilder()
-    made: list[Node] = []
-    variable = x.variable()
-    values = {variable: x}
-
-    def emit(expr: relax.Expr) -> relax.Var:
-        call = op_call(builder.normalize(expr))
-        (out,) = call.outputs
-        var = relax.Var(f"{result.name}_part", call.expr.struct_info)
-        inputs = tuple(values[arg] for arg in call.expr.args)
-        known = means.get(_mean_of(call, inputs, node.scopes) or ())
-        values[var] = known or Value(f"{result.name}_{len(made)}", out)
-        if known is None:
-            made.append(Node(call, inputs, (values[var],), node.scopes, node.where))
-        return var
-
-    wide = emit(op.astype(variable, _wide(x.type.dtype))) if x.type.dtype in NARROW else variable
-    out = _EXPANSIONS[node.call.name](wide, node.call, emit)
-    if wide is not variable:
-        emit(op.astype(out, x.type.dtype))
-    made[-1] = replace(made[-1], outputs=(result,))
-    return made
-
-
-def _powers(x: relax.Var, call: OpCall, emit: Emit) -> tuple[relax.Var, relax.Var, relax.Var]:
-    """x less its maximum, what exp makes of that, and the sum of it."""
-    axis = call.axis(call.attr("axis"))
-    below = emit(op.subtract(x, emit(op.max(x, axis, True))))
-    powers = emit(op.exp(below))
-    return below, powers, emit(op.sum(powers, axis, True))
-
-
-def _softmax(x: relax.Var, call: OpCall, emit: Emit) -> relax.Var:
-    _, powers, total = _powers(x, call, emit)
-    return emit(op.divide(powers, total))
-
-
-def _log_softmax(x: relax.Var, call: OpCall, emit: Emit) -> relax.Var:
-    below, _, total = _powers(x, call, emit)
-    return emit(op.subtract(below, emit(op.log(total))))
-
-
-def _variance(x: relax.Var, call: OpCall, emit: Emit) -> relax.Var:
-    axes = list(call.axes(call.attr("axis")))
-    apart = emit(op.subtract(x, emit(op.mean(x, axes, True))))
-    return emit(op.mean(emit(op.multiply(apart, apart)), axes, bool(call.attr("keepdims"))))
-
-
-def _deviation(x: relax.Var, call: OpCall, emit: Emit) -> relax.Var:
-    return emit(op.sqrt(_variance(x, call, emit)))
-
-
-_EXPANSIONS: dict[str, Callable[[relax.Var, OpCall, Emit], relax.Var]] = {
-    "nn.softmax": _softmax,
-    "nn.log_softmax": _log_softmax,
-    "std": _deviation,
-    "variance": _variance,
-}
-
 
 _MOST = 3  # plans that are tried
 

@@ -276,7 +276,6 @@ class _Writer:
 
 
 def _bound(binding: relax.Binding, value: relax.Expr) -> relax.Binding:
-    """The binding, of another value of its type."""
     if isinstance(binding, relax.MatchCast):
         return relax.MatchCast(binding.var, value, binding.struct_info)
     return relax.VarBinding(binding.var, value)

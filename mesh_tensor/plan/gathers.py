@@ -3,6 +3,9 @@
     w_t = permute_dims(w)                   w_whole = all_gather(w)
     w_t_whole = all_gather(w_t)             w_t_whole = permute_dims(w_whole)
 
+And so is what is gathered of a tensor that repeats the elements of another one, or has them in more bits: of keys of
+fewer heads than queries have, those are gathered that there are.
+
 So a weight that is split by rows arrives as it was sent, is never copied transposed, and may be on its way as soon as
 it is there; products take the transpose with them (`program.fuse`). What is needed again at once, as the last layer's
 weight is by its gradient, is not gathered again, and what devices had whole a moment ago isn't either.
@@ -15,6 +18,7 @@ from dataclasses import replace
 
 from mesh_tensor.annotations.names import Fresh
 from mesh_tensor.base.collectives import BETWEEN
+from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.placement import Replicate, Shard
 from mesh_tensor.base.sharding import Sharding
@@ -24,6 +28,8 @@ from .explicit import Change, ExplicitGraph, ExplicitStep, Form, Run
 from .ir import Scopes, Value
 
 _ALL_GATHER = BETWEEN[Shard, Replicate].name
+_TRANSPOSE = "permute_dims"
+_REPEATING = (_TRANSPOSE, "broadcast_to", "repeat", "reshape", "expand_dims", "squeeze", "astype")
 _AGAIN = CPU.tuning.products_ahead  # products after which what was gathered is still there
 
 
@@ -34,10 +40,8 @@ def gathered_first(made: ExplicitGraph) -> ExplicitGraph:
 
 class _Swaps:
     def __init__(self, made: ExplicitGraph) -> None:
-        self._transposes = {
-            step.outputs[0]: step
-            for step in made.steps
-            if step.node is not None and step.node.call.name == "permute_dims"
+        self._makers = {
+            step.outputs[0]: step for step in made.steps if step.node is not None and step.node.call.name in _REPEATING
         }
         # By value, layout, dtype and scopes: when it was made so, and as what.
         self._known: dict[tuple[Value, Sharding, str, Scopes], tuple[int, Form]] = {}
@@ -55,31 +59,58 @@ class _Swaps:
                 self._known[form.value, form.sharding, form.dtype, new.scopes] = self._products, form
 
     def _swapped(self, step: ExplicitStep) -> Iterator[ExplicitStep]:
-        """The step, or the gather of what was transposed, then the transposes."""
+        """The step, or the gather of what its operand was made of, then all that makes it."""
         if step.node is not None:
             self._products += class_of(step.node.call.name) == "product"
-        source = self._transposed(step)
-        if source is None or step.move is None:
+        runs = self._before(step)
+        if not runs or step.move is None:
             yield step
             return
-        (dim,) = {p.dim for axis in step.move.axes if isinstance(p := source.sharding.placement(axis), Shard)}
-        sharding = source.sharding
-        for axis in step.move.axes:
-            sharding = sharding.with_replicate(axis)
+        (source,), axes = runs[0].inputs, step.move.axes
+        (dim,) = {p.dim for axis in axes if isinstance(p := source.sharding.placement(axis), Shard)}
+        sharding = _without(source.sharding, axes)
         at, whole = self._known.get((source.value, sharding, source.dtype, step.scopes), (0, None))
         if whole is None or self._products - at > _AGAIN:
-            whole = Form(self._fresh.name(source.value.name), source.value, sharding, source.dtype)
+            whole = self._form(source, sharding)
             move = replace(step.move, after=sharding, src_dim=dim)
             yield from self._noted(Change(source, whole, step.scopes, move, step.reason))
-        run = self._transposes[step.src]
-        split = {axis: factor for axis, factor in run.split.items() if axis not in step.move.axes}
-        yield Run(run.node, (whole,), (step.dst,), split)
+        for run in runs:
+            (made,) = run.outputs
+            split = {axis: factor for axis, factor in run.split.items() if axis not in axes}
+            result = step.dst if run is runs[-1] else self._form(made, _without(made.sharding, axes))
+            yield Run(run.node, (whole,), (result,), split)
+            whole = result
 
-    def _transposed(self, step: ExplicitStep) -> Form | None:
-        """What is gathered after it was transposed, if it lies so that it can be before."""
-        if step.move is None or step.move.kind != _ALL_GATHER or step.src not in self._transposes:
-            return None
-        (source,) = self._transposes[step.src].inputs
-        placements = {source.sharding.placement(axis) for axis in step.move.axes}
-        is_split = len(placements) == 1 and isinstance(next(iter(placements)), Shard)
-        return source if is_split and not source.sharding.partial else None
+    def _form(self, like: Form, sharding: Sharding) -> Form:
+        return Form(self._fresh.name(like.value.name), like.value, sharding, like.dtype)
+
+    def _before(self, step: ExplicitStep) -> list[Run]:
+        """What made of a smaller tensor, or of a transposed one, what is gathered, in order; nothing if it does not lie
+        so that it can be gathered before."""
+        if step.move is None or step.move.kind != _ALL_GATHER:
+            return []
+        runs, best, form = list[Run](), list[Run](), step.src
+        least = size = self._bytes(form)
+        while (run := self._makers.get(form)) is not None and _is_split_along(run.inputs[0], step.move.axes):
+            runs.insert(0, run)
+            (form,) = run.inputs
+            if self._bytes(form) < least:
+                best, least = list(runs), self._bytes(form)
+        if least == size and runs and runs[-1].node.call.name == _TRANSPOSE:
+            return runs[-1:]
+        return best
+
+    def _bytes(self, form: Form) -> int:
+        return form.value.type.elements * itemsize(form.dtype)
+
+
+def _is_split_along(form: Form, axes: tuple[str, ...]) -> bool:
+    """Whether these axes split one dim of a form, of which no sum is pending."""
+    placements = {form.sharding.placement(axis) for axis in axes}
+    return len(placements) == 1 and isinstance(next(iter(placements)), Shard) and not form.sharding.partial
+
+
+def _without(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:
+    for axis in axes:
+        sharding = sharding.with_replicate(axis)
+    return sharding

@@ -24,6 +24,7 @@ from .ir import Graph, Value, leaves
 from .joint import Joint, Writer
 from .manual import Axes, manual_mesh, varying
 from .reader import read_graph
+from .rewrites import joined_slices
 
 SEED = "seed"  # the gradient of the loss by itself: the first value of the backward part
 
@@ -58,7 +59,7 @@ def gradient_function(
             joint.params.append(seeds[value])
     else:
         value = loss_of(results, loss, function)
-        seeds[value] = joint.writer.emit(_one(value), SEED)
+        seeds[value] = joint.writer.emit(relax.op.ones(value.type.shape, value.type.dtype), SEED)
     values = _parameters(joint.graph, wrt, function)
     reverse(joint, seeds, values, _Kept(joint) if seeded else None)
     for value in values:
@@ -141,14 +142,12 @@ def readable(mod: ir.IRModule, function: str) -> tuple[ir.IRModule, Graph]:
             why="gradients' types would have to say how they lie",
             fix="state layouts by annotate_module, or R.dist.annotate_sharding",
         )
-    return mod, read_graph(mod, function, manual_mesh(reachable(mod, function).values()), {}, experts=False)
+    graph = read_graph(mod, function, manual_mesh(reachable(mod, function).values()), {}, experts=False)
+    return mod, joined_slices(graph)
 
 
 def reverse(
-    joint: Joint,
-    seeds: dict[Value, relax.Expr],
-    wrt: Sequence[Value],
-    known: Mapping[Value, relax.Expr] | None = None,
+    joint: Joint, seeds: dict[Value, relax.Expr], wrt: Sequence[Value], known: Mapping[Value, relax.Expr] | None = None
 ) -> None:
     """Add the gradients of `wrt`, and of all values between them and the values whose gradients are `seeds`. `known`:
     the values of the forward part, as they are taken; None: as it made them. Refused where an operator between them has
@@ -259,10 +258,6 @@ def loss_of(results: list[Value], number: int, function: str) -> Value:
             fix="return a loss, as the mean over the batch; `loss=` says which result it is",
         )
     return value
-
-
-def _one(value: Value) -> relax.Expr:
-    return relax.op.ones(value.type.shape, value.type.dtype)
 
 
 def _parameters(graph: Graph, names: Sequence[str], function: str) -> list[Value]:

@@ -1,146 +1,224 @@
-"""Fused layers of unequal parts: the weight of queries, keys and values with fewer key heads, taken apart after the
-product. No tile of such a weight's rows is a tile of each of its parts; so it is stored in another order, of every part
-what each device has together, and the product is taken apart device by device."""
+"""Weights that are stored in another order: where what is computed with them is taken apart into unequal parts, as
+queries, keys and values with fewer key heads; and where they take what is put side by side. No tile of such a dim is a
+tile of each of its parts; so all that has the dim is in another order, of every part what each device has together, and
+it is taken apart, or put together, device by device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from tvm import relax
 
 from mesh_tensor.rules.operator.call import op_call
-from mesh_tensor.rules.operator.rule import Dim, atoms_of
+from mesh_tensor.rules.operator.rule import Dim, OpRule, atoms_of
+from mesh_tensor.rules.operator.update import UPDATE
 
 from .atoms import Atoms
-from .ir import Graph, Interleaved, Node, Value
+from .ir import Graph, Interleaved, Node, Value, leaves
 
 op = relax.op
 # What does the same wherever along a dim an element stands.
-_ALIKE = frozenset(["matmul", "add", "multiply", "permute_dims", "astype", "reshape", "dist.annotate_sharding"])
+_ALIKE = frozenset(
+    "matmul einsum add subtract multiply divide negative square sqrt permute_dims astype reshape sum collapse_sum_to"
+    f" nn.relu nn.gelu nn.silu grad.no_grad dist.annotate_sharding {UPDATE}".split()
+)
 
 
 def interleave(graph: Graph, atoms: Atoms, held: Collection[str]) -> Graph | None:
     """The graph with such weights among `held`, which are laid out once, in the order that layouts stated for them ask
-    for; None where there is none. Values between a weight and where it is taken apart are in that order, too."""
-    splits = [node for node in graph.nodes if node.call.name == "split" and len(set(_sections(node))) > 1]
-    if not held or not splits or graph.state:
+    for; None where there is none. Values that have the same dim are in that order, too."""
+    seeds = [node for node in graph.nodes if _is_seed(node)] if held else []
+    if not seeds:
         return None
-    tracer = _Tracer(graph, atoms, held)
+    search = _Search(graph, atoms, held)
     made: dict[Node, list[Node]] = {}
     stored = dict(graph.stored)
-    for node in splits:
-        found = tracer.weights(node.inputs[0], _axis(node))
-        parts = _parts(graph, found)
-        if parts > 1 and all(size % parts == 0 for size in _sections(node)):
-            made[node] = list(_taken_apart(node, parts))
-            stored |= {one.weight: Interleaved(one.dim, _sections(node), parts) for one in found}
+    for node in seeds:
+        group = None if node in made else search.group(node)
+        parts = 1 if group is None else _parts(graph, group)
+        if group is None or parts < 2 or any(size % parts for size in group.sections):
+            continue
+        orders = {value: group.order(value, dim, parts) for value, dim in group.units if value in search.kept}
+        if len(orders) < sum(value in search.kept for value, _ in group.units) or orders.keys() & stored.keys():
+            continue
+        stored |= orders
+        for one in group.joints:
+            made[one] = _taken_apart(one, parts) if _is_split(one) else _put_together(one, parts)
     if not made:
         return None
     nodes = [one for node in graph.nodes for one in made.get(node, [node])]
     return replace(graph, nodes=nodes, stored=stored)
 
 
+def _is_split(node: Node) -> bool:
+    return node.call.name == "split"
+
+
+def _is_seed(node: Node) -> bool:
+    """Splits into equal parts have a dim for what is in each."""
+    if _is_split(node):
+        return len(set(_sections(node))) > 1
+    return _is_join(node) and len(node.inputs) > 1
+
+
+def _is_join(node: Node) -> bool:
+    return node.call.name == "concat" and node.call.attr("axis") is not None
+
+
 def _axis(node: Node) -> int:
     return node.call.axis(node.call.attr("axis", 0))
 
 
+def _whole(node: Node) -> Value:
+    """What is taken apart, or put together."""
+    return node.inputs[0] if _is_split(node) else node.outputs[0]
+
+
 def _sections(node: Node) -> tuple[int, ...]:
-    return tuple(out.type.shape[_axis(node)] for out in node.outputs)
+    pieces = node.outputs if _is_split(node) else node.inputs
+    return tuple(piece.type.shape[_axis(node)] for piece in pieces)
 
 
-def _parts(graph: Graph, found: list[_Found]) -> int:
-    """How many devices share what was found, as is stated for it; 1 where that does not agree."""
-    stated = set()
-    for one in found:
-        annotation = graph.annotations.get(one.stated) if one.stated is not None else None
-        if annotation is not None:
-            axes = annotation.sharding.axes_of(one.stated_dim)
-            stated.add((axes, math.prod(graph.mesh.size(axis) for axis in axes)))
-    return next(iter(stated))[1] if len(stated) == 1 else 1
+@dataclass
+class _Group:
+    """All that has a dim which is made of `sections`. `units`: (value, dim) -> how many elements there each of its own
+    is. `joints`: what takes it apart, or puts it together."""
+
+    sections: tuple[int, ...]
+    units: dict[tuple[Value, int], int] = field(default_factory=dict)
+    joints: dict[Node, None] = field(default_factory=dict)
+
+    def order(self, value: Value, dim: int, parts: int) -> Interleaved:
+        """How a weight is stored then."""
+        unit = self.units[value, dim]
+        return Interleaved(dim, tuple(size * unit for size in self.sections), parts)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A dim of a weight; `stated`: the annotated value that is made of it, if there is one, and its dim there."""
-
-    weight: Value
-    dim: int
-    stated: Value | None
-    stated_dim: int
-
-
-class _Tracer:
-    """Follows a dim back to the weights that it comes from."""
-
-    def __init__(self, graph: Graph, atoms: Atoms, held: Collection[str]) -> None:
-        self._annotations, self._rules = graph.annotations, atoms.rules
-        self._weights = {value for value in graph.params if value.name in held}
-        self._made = {value: node for node in graph.nodes for value in node.outputs}
-        self._alone = graph.inner_links()
-
-    def weights(self, value: Value, dim: int) -> list[_Found]:
-        """All weights that the dim of a value comes from; none if it comes from anything else, too, or if something
-        else looks at what is between."""
-        try:
-            return list(self._search(value, dim, None, 0))
-        except _OtherError:
-            return []
-
-    def _search(self, value: Value, dim: int, stated: Value | None, stated_dim: int) -> Iterator[_Found]:
-        if value not in self._alone:
-            raise _OtherError
-        if value in self._annotations:
-            stated, stated_dim = value, dim
-        if value in self._weights:
-            yield _Found(value, dim, stated, stated_dim)
-            return
-        node = self._made.get(value)
-        if node is None or node.call.name not in _ALIKE:
-            raise _OtherError
-        rule = self._rules[node].rule
-        factor = rule.outputs[0][dim]
-        tensors = list(zip(node.inputs, rule.inputs, strict=True))
-        if not isinstance(factor, (str, tuple)) or (isinstance(factor, tuple) and len(factor) != 1):
-            raise _OtherError
-        (name,) = atoms_of(factor)
-        for operand, dims in tensors:
-            for position, other in enumerate(dims):
-                if name in atoms_of(other):
-                    yield from self._search(operand, self._alone_in(other, position), stated, stated_dim)
-
-    @staticmethod
-    def _alone_in(dim: Dim, position: int) -> int:
-        if len(atoms_of(dim)) > 1:
-            raise _OtherError
-        return position
+def _parts(graph: Graph, group: _Group) -> int:
+    """How many devices share what has the dim, as is stated for it: by the axes that are stated for all of it."""
+    stated = [
+        graph.annotations[value].sharding.axes_of(dim) for value, dim in group.units if value in graph.annotations
+    ]
+    shared = [axis for axis in stated[0] if all(axis in axes for axes in stated)] if stated else []
+    return math.prod(graph.mesh.size(axis) for axis in shared)
 
 
 class _OtherError(Exception):
-    """The dim comes from something else."""
+    """Something looks at where along the dim an element stands, or is not ours to put in another order."""
 
 
-def _taken_apart(node: Node, parts: int) -> Iterator[Node]:
+class _Search:
+    """Finds all that has a dim. `kept`: weights, and what takes their place in the next call."""
+
+    def __init__(self, graph: Graph, atoms: Atoms, held: Collection[str]) -> None:
+        self._rules, self._state = atoms.rules, graph.state
+        weights = {value for value in graph.params if value.name in held}
+        self.kept = weights | {result for weight, result in graph.state.items() if weight in weights}
+        self._others = {*graph.params, *leaves(graph.result)} - self.kept
+        self._touching: dict[Value, list[Node]] = {}
+        for node in graph.nodes:
+            for value in dict.fromkeys((*node.inputs, *node.outputs)):
+                self._touching.setdefault(value, []).append(node)
+
+    def group(self, seed: Node) -> _Group | None:
+        """All that has the dim along which a node takes apart, or puts together; None if anything else does more with
+        it than what does the same everywhere, or if no weight is among it."""
+        group, waiting = _Group(_sections(seed)), [(_whole(seed), _axis(seed), 1)]
+        try:
+            while waiting:
+                value, dim, unit = waiting.pop()
+                if group.units.setdefault((value, dim), unit) != unit:
+                    return None
+                waiting += [one for one in self._beside(group, value, dim, unit) if one[:2] not in group.units]
+        except _OtherError:
+            return None
+        for weight, result in self._state.items():
+            before, after = ({d: u for (v, d), u in group.units.items() if v is one} for one in (weight, result))
+            if before != after:
+                return None
+        return group if any(value in self.kept for value, _ in group.units) else None
+
+    def _beside(self, group: _Group, value: Value, dim: int, unit: int) -> Iterator[tuple[Value, int, int]]:
+        """Dims that have the same elements as this one, in whatever takes or makes the value."""
+        if value.data is not None or value in self._others:
+            raise _OtherError
+        for node in self._touching[value]:
+            if (_is_split(node) or _is_join(node)) and _whole(node) is value and _axis(node) == dim:
+                if _sections(node) != tuple(size * unit for size in group.sections):
+                    raise _OtherError
+                group.joints[node] = None
+            elif node.call.operator in _ALIKE:
+                yield from _alike(node, self._rules[node].rule, value, dim, unit)
+            else:
+                raise _OtherError
+
+
+def _alike(node: Node, rule: OpRule, value: Value, dim: int, unit: int) -> Iterator[tuple[Value, int, int]]:
+    """The dims of a node's tensors that have the factor of which the dim of one is made, or its first part."""
+    tensors = [*zip(node.inputs, rule.inputs, strict=True), *zip(node.outputs, rule.outputs, strict=True)]
+    for factors in [dims[dim] for one, dims in tensors if one is value]:
+        inner, left = divmod(unit, _after_first(factors, rule))
+        if not atoms_of(factors) or left:
+            raise _OtherError
+        first = atoms_of(factors)[0]
+        for other, dims in tensors:
+            for position, mine in enumerate(dims):
+                if first in atoms_of(mine):
+                    if atoms_of(mine)[0] != first:
+                        raise _OtherError
+                    yield other, position, inner * _after_first(mine, rule)
+
+
+def _after_first(factors: Dim, rule: OpRule) -> int:
+    """How many elements of a dim each of its first factor's is."""
+    return math.prod(rule.sizes[name] for name in atoms_of(factors)[1:])
+
+
+class _Writer:
+    """Writes nodes in the place of one."""
+
+    def __init__(self, node: Node) -> None:
+        self._node, self._builder = node, relax.BlockBuilder()
+        self.nodes: list[Node] = []
+
+    def made(self, expr: relax.Expr, sources: Iterable[Value], name: str, results: tuple[Value, ...] = ()) -> Node:
+        """A node that computes this of the sources."""
+        call = op_call(self._builder.normalize(expr))
+        values = results or tuple(Value(f"{name}_{n}", out) for n, out in enumerate(call.outputs))
+        self.nodes.append(Node(call, tuple(sources), values, self._node.scopes, self._node.where))
+        return self.nodes[-1]
+
+
+def _shapes(node: Node, parts: int) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
+    """How much each device has of every section, and the dims before and after that one."""
+    axis, shape = _axis(node), _whole(node).type.shape
+    return [size // parts for size in _sections(node)], shape[:axis], shape[axis + 1 :]
+
+
+def _taken_apart(node: Node, parts: int) -> list[Node]:
     """The nodes that take an interleaved value apart: its dim is (devices, what each has of all sections)."""
-    (value,), axis, scopes, where = node.inputs, _axis(node), node.scopes, node.where
-    builder = relax.BlockBuilder()
-    before, after = value.type.shape[:axis], value.type.shape[axis + 1 :]
-    each = [size // parts for size in _sections(node)]
-
-    def made(expr: relax.Expr, source: Value, outputs: tuple[Value, ...] | None, name: str) -> Node:
-        call = op_call(builder.normalize(expr))
-        values = outputs or tuple(Value(f"{name}_{n}", out) for n, out in enumerate(call.outputs))
-        return Node(call, (source,), values, scopes, where)
-
-    def var(source: Value) -> relax.Var:
-        return source.variable()
-
+    (value,), axis, writer = node.inputs, _axis(node), _Writer(node)
+    each, before, after = _shapes(node, parts)
     shape = (*before, parts, sum(each), *after)
-    apart = made(op.reshape(var(value), shape), value, None, f"{value.name}_parts")
-    yield apart
+    (apart,) = writer.made(op.reshape(value.variable(), shape), [value], f"{value.name}_parts").outputs
     cuts = [sum(each[: n + 1]) for n in range(len(each) - 1)]
-    split = made(op.split(var(apart.outputs[0]), cuts, axis + 1), apart.outputs[0], None, f"{value.name}_part")
-    yield split
+    split = writer.made(op.split(apart.variable(), cuts, axis + 1), [apart], f"{value.name}_part")
     for piece, result in zip(split.outputs, node.outputs, strict=True):
-        yield made(op.reshape(var(piece), result.type.shape), piece, (result,), result.name)
+        writer.made(op.reshape(piece.variable(), result.type.shape), [piece], "", (result,))
+    return writer.nodes
+
+
+def _put_together(node: Node, parts: int) -> list[Node]:
+    """The nodes that make an interleaved value of its sections."""
+    (value,), axis, writer = node.outputs, _axis(node), _Writer(node)
+    each, before, after = _shapes(node, parts)
+    pieces: list[Value] = []
+    for number, (source, size) in enumerate(zip(node.inputs, each, strict=True)):
+        shape = (*before, parts, size, *after)
+        pieces += writer.made(op.reshape(source.variable(), shape), [source], f"{value.name}_part_{number}").outputs
+    joined = op.concat([piece.variable() for piece in pieces], axis + 1)
+    (whole,) = writer.made(joined, pieces, f"{value.name}_parts").outputs
+    writer.made(op.reshape(whole.variable(), value.type.shape), [whole], "", (value,))
+    return writer.nodes

@@ -142,7 +142,6 @@ class Writer:
         )
 
     def _called(self, func: relax.Function, function: str) -> dict[ir.GlobalVar, relax.Function]:
-        """The functions that a function calls by name."""
         there = {var: one for var, one in self.functions.get().functions_items() if var.name_hint != function}
         names = reachable(ir.IRModule({**there, ir.GlobalVar(function): func}), function)
         return {var: one for var, one in there.items() if var.name_hint in names}

@@ -80,7 +80,7 @@ class Recursion:
             call = binding.value
             is_take = isinstance(call, relax.Call) and op_name(call.op) == "take" and len(call.args) == 2
             if is_take and plain(call.attrs.axis) == 0 and _same(call.args[1], self.params[counter.at]):
-                number = self._parameter(call.args[0])
+                number = next((n for n, param in enumerate(self.params) if _same(param, call.args[0])), -1)
                 if number in self.kept and counter.within(self.params[number]):
                     found[binding.var] = number
         return found
@@ -112,9 +112,6 @@ class Recursion:
     def _taken(self) -> Iterator[relax.Expr]:
         """Everything that a step computes with."""
         yield from (*self.bound.values(), *self.again, self.condition)
-
-    def _parameter(self, expr: relax.Expr) -> int:
-        return next((n for n, param in enumerate(self.params) if _same(param, expr)), -1)
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,7 @@ Annotations = Mapping[tuple[str, str], Annotation]
 
 
 def read_graph(
-    mod: ir.IRModule,
-    function: str,
-    mesh: Mesh,
-    annotations: Annotations,
-    *,
-    loops: bool = False,
-    experts: bool = True,
+    mod: ir.IRModule, function: str, mesh: Mesh, annotations: Annotations, *, loops: bool = False, experts: bool = True
 ) -> Graph:
     """The Graph of a function of `mod`, with all calls of other Relax functions entered. `loops`: those that end by
     calling themselves are loops of the graph; else their steps are unrolled. `experts`: those of `mt.experts` are, too;
@@ -113,12 +107,7 @@ class GraphReader:
         return value
 
     def body(
-        self,
-        function: str,
-        func: relax.Function,
-        args: Sequence[Tree],
-        scopes: Scopes,
-        region: Region | None = None,
+        self, function: str, func: relax.Function, args: Sequence[Tree], scopes: Scopes, region: Region | None = None
     ) -> Tree:
         """The nodes of a function's body on `args`, and what it returns."""
         env = dict(zip(func.params[:], args, strict=True))

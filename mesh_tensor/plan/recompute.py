@@ -135,7 +135,6 @@ class Again(Mapping[Value, relax.Expr]):
         return len(self._joint.env)
 
     def _make(self, value: Value) -> None:
-        """Write what makes the value, from what there is."""
         nodes, wanted, todo = self._joint.graph.nodes, set[int](), [value]
         while todo:
             one = todo.pop()

@@ -270,12 +270,7 @@ class _Writer:
         return self._fills[key]
 
     def _form(
-        self,
-        value: Value,
-        sharding: Sharding,
-        dtype: str | None = None,
-        keep: bool = True,
-        inside: int | None = None,
+        self, value: Value, sharding: Sharding, dtype: str | None = None, keep: bool = True, inside: int | None = None
     ) -> Form:
         form = Form(self._fresh.name(value.name), value, sharding, dtype or value.type.dtype)
         if depth := len(self._open) if inside is None else inside:

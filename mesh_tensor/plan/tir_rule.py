@@ -169,17 +169,13 @@ def _splits(factor: Factor) -> bool:
     return factor.blocked is None and all(count == 1 for count in counts.values())
 
 
-def _walks(factor: Factor, param: str) -> bool:
-    return any(param == other for other, _ in factor.dims)
-
-
 def _partial_ops(param: str, factors: Collection[Factor], analysis: Analysis) -> dict[str, str]:
     """The factors that leave a result to be completed after the kernel, with the op; not what is completed inside."""
     buffer = analysis.kernel.params[param]
     found: dict[str, str] = {}
     for factor in factors:
         reduction = analysis.reductions[factor]
-        if reduction.cut is None and not _walks(factor, param):
+        if reduction.cut is None and not any(param == other for other, _ in factor.dims):
             for live_range, op in reduction.partial.items():
                 if live_range.is_param and live_range.buffer.same_as(buffer):
                     found[factor.name] = op

@@ -123,7 +123,6 @@ def _gradients(
     seed: Seed,
     recompute: Recompute,
 ) -> Accumulated:
-    """The loss and the gradients of the parameters."""
     if microbatches is not None:
         return accumulated(mod, function, parameters, microbatches, seed, recompute, buffers)
     joint = forward_part(mod, function)

@@ -108,7 +108,6 @@ class Wiring:
         return [self.start[value] for value in (*node.inputs, *node.outputs)]
 
     def _factors(self, node: Node, rule: OpRule) -> dict[str, int]:
-        """The number of each factor of a node."""
         ties, starts = self._ties[id(rule)], self._starts(node)
         numbers = {factor: starts[tensor] + dim for factor, (tensor, dim) in ties.homes.items()}
         return numbers | {factor: self._loose[node] + index for index, factor in enumerate(ties.loose)}

@@ -16,9 +16,8 @@ from mesh_tensor.lowering.local_view import Collective, LocalKernel, LocalView, 
 from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.lowering.slabs import Slabs
 from mesh_tensor.lowering.verify import other_tiles
-from mesh_tensor.rules.kernel.cost import coordinates_of, flops_function
+from mesh_tensor.rules.kernel.cost import coordinates_of, flops_function, size_function
 from mesh_tensor.rules.kernel.factor_derivation import Dim
-from mesh_tensor.rules.kernel.sizes import size_function
 
 from .builder import collective_step, with_lifetimes
 from .program import Parameter, Program, ProgramValue

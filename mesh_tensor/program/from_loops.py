@@ -47,7 +47,7 @@ class Loops:
     ) -> LoopStep:
         """A loop's step; `made` gives the steps of a program that stand for those of the plan."""
         loop = self.graph.loops[scope]
-        ends = [step for step in steps if _ends(step, scope)]
+        ends = [step for step in steps if step.mark in _ENDS and step.scopes[-1] == scope]
         carried, stacked, goes_on, tested = [], [], "", 0
         for run in ends:
             src, dst = run.inputs[0].name, run.outputs[0].name
@@ -65,7 +65,6 @@ class Loops:
         return LoopStep(body, loop.count, test, goes_on, tuple(carried), tuple(stacked), loop.where)
 
     def _program(self, name: str, steps: Sequence[Step], results: Iterable[str]) -> Program:
-        """A program that makes these results."""
         written = {name for step in steps for name in step.writes}
         named = [*(name for step in steps for name in step.uses), *results]
         taken = dict.fromkeys(name for name in named if name not in written)
@@ -77,11 +76,6 @@ class Loops:
         lasting = self.finish(steps, parameters)
         known = dict.fromkeys([*named, *(name for step in lasting for name in step.uses)])
         return Program(name, self.graph.mesh, tuple(parameters), {n: self.values[n] for n in known}, lasting)
-
-
-def _ends(step: ExplicitStep, scope: Scope) -> bool:
-    """Whether the step is where something leaves the loop, or a time of it."""
-    return step.mark in _ENDS and step.scopes[-1] == scope
 
 
 _ENDS = ("loop.next", "loop.stack", "loop.test")

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .program import Program
     from .steps import Meanings, Sends, Step, T
-
-
-class Body(Protocol):
-    """The program of a loop's step, as far as the step is asked."""
-
-    @property
-    def steps(self) -> Sequence[Step]: ...
-
-    @property
-    def takes(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -37,9 +27,9 @@ class LoopStep:
     gives a true value `goes_on`. Bodies take values of the program under their own names, and what is `carried`.
     `stacked`: values that each time makes, with the one after the loop that has them all. `where` names the binding."""
 
-    body: Body
+    body: Program
     count: int | None
-    test: Body | None
+    test: Program | None
     goes_on: str
     carried: tuple[Carried, ...]
     stacked: tuple[tuple[str, str], ...]

@@ -103,7 +103,6 @@ class Sites:
 
 
 def _collectives(steps: Iterable[Step]) -> Iterator[CollectiveStep]:
-    """The collectives that the steps start with."""
     for step in steps:
         if step.collective is None:
             return

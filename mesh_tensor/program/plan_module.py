@@ -16,13 +16,13 @@ from mesh_tensor.base.sub_axes import Refinement
 from mesh_tensor.lowering.local_calls import TileCalls
 from mesh_tensor.plan.atoms import Atoms, Sizes, find_atoms
 from mesh_tensor.plan.counted_places import counted_slices
-from mesh_tensor.plan.expansions import expand, refined_annotations, refinements, regroup_sums, with_merged_dims
-from mesh_tensor.plan.explicit import ExplicitGraph, Run
+from mesh_tensor.plan.expand import expand
+from mesh_tensor.plan.expansions import refined_annotations, refinements, regroup_sums, with_merged_dims
+from mesh_tensor.plan.explicit import ExplicitGraph, Run, left_partial
 from mesh_tensor.plan.gathers import gathered_first
-from mesh_tensor.plan.index_checks import IndexCheck, index_checks
 from mesh_tensor.plan.interleave import interleave
 from mesh_tensor.plan.ir import Graph, Interleaved, leaves
-from mesh_tensor.plan.left_partial import left_partial
+from mesh_tensor.plan.orders import IndexCheck, index_checks
 from mesh_tensor.plan.prices import prices_on
 from mesh_tensor.plan.propagate import Late, Layouts, other_turns, propagate
 from mesh_tensor.plan.reader import Annotations, read_graph
@@ -62,7 +62,7 @@ class Port:
     dtype: str
     dims: tuple[Sizes, ...]
     sharding: Sharding
-    order: Interleaved | None
+    order: Interleaved | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,11 +168,8 @@ def plan_module(
     """
 
     def planned(mesh: Mesh, annotations: Annotations) -> ModulePlan:
-        graph, atoms = read_module(mod, function, mesh, annotations, options, loops=True)
-        graph = replace(graph, decided=decided or {})
-        if (made := interleave(graph, atoms, held)) is not None:
-            graph, atoms = made, options.atoms(made)
-        return plan_graph(graph, atoms, options)
+        graph, atoms = read_module(mod, function, mesh, annotations, options, loops=True, held=held)
+        return plan_graph(replace(graph, decided=decided or {}), atoms, options)
 
     plan = planned(mesh, annotations)
     if base is not None and base != mesh:
@@ -192,14 +189,18 @@ def read_module(
     options: PlanOptions = PlanOptions(),
     *,
     loops: bool = False,
+    held: Collection[str] = (),
 ) -> tuple[Graph, Atoms]:
-    """A function of known sizes as a graph that is planned for a machine, and the atoms of its values; these are the
-    same for all meshes, annotations and machines. `loops`: its loops are planned once, not step by step."""
+    """A function of known sizes as a graph that is planned for a machine, and the atoms of its values; without `held`,
+    which is as `plan_module` takes it, these are the same for all meshes, annotations and machines. `loops`: its loops
+    are planned once, not step by step."""
     graph = read_graph(mod, function, mesh, annotations, loops=loops)
     graph = replace(graph, prices=prices_on(mesh, options.machine))
     expand_kernels(graph)
     graph = without_joins(joined_slices(parts_side_by_side(counted_slices(without_fixed_rows(graph)))))
     atoms = options.atoms(graph)
+    if (made := interleave(graph, atoms, held)) is not None:
+        graph, atoms = made, options.atoms(made)
     if (made := with_merged_dims(graph, atoms)) is not None:
         graph, atoms = made, options.atoms(made)
     return graph, atoms
@@ -236,14 +237,7 @@ def _planned(explicit: ExplicitGraph, calls: TileCalls, options: PlanOptions) ->
     state = {replaced.name: results[result].name for replaced, result in graph.state.items()}
     params = tuple(value.name for value in graph.params)
     return ModulePlan(
-        made,
-        tuple(ports),
-        params,
-        state,
-        index_checks(graph),
-        graph.mesh,
-        lambda: stages,
-        cost=cost_of(explicit),
+        made, tuple(ports), params, state, index_checks(graph), graph.mesh, lambda: stages, cost=cost_of(explicit)
     )
 
 

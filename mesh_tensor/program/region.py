@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import overload
 
-from mesh_tensor.plan.index_checks import IndexCheck
+from mesh_tensor.plan.orders import IndexCheck
 from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.cost import count_flops
 
@@ -65,7 +65,6 @@ class Region:
         return tuple([self._terms.term(at) for at in zip(*(place.numbers for place in places), strict=True)])
 
     def _check(self, sizes: Sizes, plan: ModulePlan) -> None:
-        """The plan within is what the corners say."""
         values, more = self._terms.at(sizes), self._beside.at(sizes)
         if values is None or more is None or _flops_beside(plan) != [more[slot] for slot in self._more]:
             raise NotRegionError

@@ -70,7 +70,6 @@ class Regions:
         return plan
 
     def _region(self, sizes: Sizes, plan: ModulePlan) -> Region | None:
-        """A region around these sizes."""
         found = self._box(sizes, plan)
         if found is None:
             return None

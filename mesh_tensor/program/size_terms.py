@@ -10,7 +10,7 @@ from itertools import product
 
 from tvm import ir, relax, tirx
 
-from mesh_tensor.rules.kernel.sizes import ON_SIZES
+from mesh_tensor.rules.kernel.cost import ON_SIZES
 from mesh_tensor.rules.operator.call import tensor_infos
 
 Sizes = tuple[int, ...]
@@ -140,7 +140,6 @@ def divisions(func: relax.Function, symbols: Sequence[str]) -> Divisions | None:
 
 
 def _value(expr: tirx.PrimExpr, sizes: Mapping[str, int]) -> int:
-    """A size, for those of the symbols."""
     if isinstance(expr, tirx.Var):
         return sizes[expr.name]
     if isinstance(expr, tirx.IntImm):

@@ -10,10 +10,9 @@ never on those that came before: all ranks find the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
 
 from tvm import tirx
 
@@ -24,29 +23,9 @@ from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.plan.tir_rule import Sizes
 from mesh_tensor.tir.nodes import DIVISIONS, nodes
 
-from .from_kernel import SplitDims
+from .from_kernel import Lowering, OpenProgram, SplitDims
 from .overlap import with_overlap
 from .program import Program
-
-
-class Sizable(Protocol):
-    """A kernel's Program for all sizes of its symbols."""
-
-    def sized(self, sizes: Sequence[int], decided: Callable[[], Decisions] | None = None) -> Program:
-        """The Program for these sizes, as OpenProgram makes it."""
-
-
-class Lower(Protocol):
-    """Makes Programs of annotated kernels."""
-
-    def __call__(
-        self, func: tirx.PrimFunc, symbols: Sequence[tirx.Var] = (), split: SplitDims | None = None
-    ) -> Sizable:
-        """The Program of a kernel whose `symbols` stay open, with that split, or with the one that costs least."""
-
-    def splits(self, func: tirx.PrimFunc) -> Callable[[Sizes], SplitDims] | None:
-        """What costs least, by the sizes of symbols; None if sizes are lowered one by one."""
-
 
 _MAGNITUDES = (3, 30, 300)  # of the largest number that a family's sizes are multiples of
 _MOST = 1 << 20  # no family of multiples of more than this
@@ -58,7 +37,7 @@ class _Family:
 
     numbers: tuple[int, ...]
     split: SplitDims
-    program: Sizable
+    program: OpenProgram
 
 
 class Programs:
@@ -68,7 +47,7 @@ class Programs:
         self,
         func: tirx.PrimFunc,
         symbols: tuple[tirx.Var, ...],
-        lower: Lower,
+        lower: Lowering,
         overlap: str | int,
         compile_kernel: Callable[[tirx.PrimFunc], object],
     ) -> None:

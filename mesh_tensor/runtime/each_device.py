@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,21 +158,18 @@ def _of(value: Local, at: dict[str, int]) -> torch.Tensor:
     return value.tensors[value.mesh.rank({axis: at[axis] for axis in value.mesh})]
 
 
-def _stacked(reduce: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
-    def reduced(group: Sequence[torch.Tensor]) -> torch.Tensor:
-        wide = torch.stack(list(group))
-        narrow = wide.dtype in (torch.float16, torch.bfloat16)
-        return reduce(wide.float() if narrow else wide).to(wide.dtype)
-
-    return reduced
+def _stacked(reduce: Callable[[torch.Tensor], torch.Tensor], group: Sequence[torch.Tensor]) -> torch.Tensor:
+    wide = torch.stack(list(group))
+    narrow = wide.dtype in (torch.float16, torch.bfloat16)
+    return reduce(wide.float() if narrow else wide).to(wide.dtype)
 
 
 _REDUCTIONS: dict[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
-    "sum": _stacked(lambda x: x.sum(0)),
-    "prod": _stacked(lambda x: x.prod(0)),
-    "min": _stacked(lambda x: x.amin(0)),
-    "max": _stacked(lambda x: x.amax(0)),
-    "avg": _stacked(lambda x: x.mean(0)),
+    "sum": partial(_stacked, lambda x: x.sum(0)),
+    "prod": partial(_stacked, lambda x: x.prod(0)),
+    "min": partial(_stacked, lambda x: x.amin(0)),
+    "max": partial(_stacked, lambda x: x.amax(0)),
+    "avg": partial(_stacked, lambda x: x.mean(0)),
 }
 
 

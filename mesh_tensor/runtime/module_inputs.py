@@ -15,7 +15,7 @@ from mesh_tensor.annotations.annotate import evaluate, fits
 from mesh_tensor.annotations.names import SourceNames, known, relax_function, source_names, without_layout
 from mesh_tensor.annotations.size_conditions import size_conditions, unfulfilled
 from mesh_tensor.base.errors import did_you_mean, listing, refuse
-from mesh_tensor.plan.index_checks import IndexCheck
+from mesh_tensor.plan.orders import IndexCheck
 from mesh_tensor.targets.dtypes import as_floats, dtype_name, is_plain, torch_dtype
 
 from .ambient import fix_of, is_freed, why_not_plain

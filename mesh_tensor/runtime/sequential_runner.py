@@ -207,7 +207,6 @@ class _Frame:
         return _like(expr.struct_info, iter(results))
 
     def _manual(self, expr: relax.Call, name: str) -> RelaxValue:
-        """A function on the tiles of every device."""
         self._runner.recorder.depends_on_data()
         where, args = f"binding {self._function}.{name}", [self.run(arg, name) for arg in expr.args[1:-1]]
         infos = tensor_infos(expr.struct_info)
@@ -220,7 +219,6 @@ class _Frame:
         return _like(expr.struct_info, iter([whole(one, layout, outer, where) for one, layout in ends]))
 
     def _collective(self, comm: Comm, expr: relax.Call, name: str) -> RelaxValue:
-        """What devices have after a collective."""
         assert self._axes is not None
         values = [self.run(arg, name) for arg in expr.args if tensor_infos(arg.struct_info)]
         comm.shape(values[0].shape if values else (), f"binding {self._function}.{name}")

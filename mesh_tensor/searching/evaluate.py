@@ -186,7 +186,6 @@ def _named(layouts: ParameterLayouts) -> NamedLayouts:
 
 
 def _simulated(program: Program, machine: Machine, named: NamedLayouts) -> Strategy:
-    """What the program of a strategy takes."""
     time, _ = play(Events(program, machine).all, len(machine.links), machine.busy)
     received = sum(step.bytes for step in program.steps)
     return Strategy(program.mesh, named, time + called_seconds(program, machine), peak_bytes(program), received)

@@ -177,7 +177,6 @@ class _Program:
             self._choose((value,), (), [Option((each,), (), 0) for each in _layouts(value, graph, self._atoms)])
 
     def _choose(self, operands: Sequence[Value], results: Sequence[Value], options: Sequence[Option]) -> None:
-        """One of the options."""
         columns = [self._column(option.price) for option in options]
         self._rows.append((dict.fromkeys(columns, 1.0), 1.0, 1.0))
         for position, value in enumerate(operands):

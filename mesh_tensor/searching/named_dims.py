@@ -92,7 +92,6 @@ def _classes(graph: Graph, atoms: Atoms) -> list[list[Place]]:
 
 
 def _dims_of_parameters(graph: Graph, atoms: Atoms, places: list[Place]) -> list[tuple[Value, int]]:
-    """The dims of parameters that these atoms are of."""
     params = set(graph.params)
     found = []
     for value, position in places:

@@ -234,7 +234,7 @@ class Composer:
 
     def _added(self, choice: Choice, stage: Stage) -> float:
         """Seconds in which a microbatch's gradients are added to those before."""
-        return self._update(3 * _GRADIENT * stage.elements) * (choice.microbatches > 1)
+        return ((3 * _GRADIENT * stage.elements) / self._machine.main_memory.rate) * (choice.microbatches > 1)
 
     def _rest(self, choice: Choice, stage: Stage) -> float:
         """Seconds of a stage's backward in which the stage before has what it waits for: ranks that have a mesh to
@@ -265,9 +265,6 @@ class Composer:
         group = choice.data
         received = nbytes * (group - 1) / group * (2 if kind is _REDUCED else 1) / max(1, tensors)
         return tensors * collective_time(self._machine, kind.name, received, choice.mesh, (DATA,)) if group > 1 else 0.0
-
-    def _update(self, nbytes: float) -> float:
-        return nbytes / self._machine.main_memory.rate
 
 
 @lru_cache(maxsize=512)

@@ -2,5 +2,3 @@
 
 from .pipelines import PipelineSimulation
 from .simulate import Simulation, simulate
-
-__all__ = ["PipelineSimulation", "Simulation", "simulate"]

@@ -292,7 +292,6 @@ def after_handing_on(fragment: Any, run: Any, simulation: Callable[[Program, Mac
 
 
 def _starts(topology: Topology) -> dict[str, int]:
-    """The number of every mesh's first device."""
     found, count = dict[str, int](), 0
     for name in topology.names:
         found[name] = count

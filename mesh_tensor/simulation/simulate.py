@@ -1,8 +1,9 @@
-"""simulate: how long a Program takes on a Machine, what its devices hold, and what that comes from."""
+"""simulate: how long a Program takes on a Machine, what its devices hold, and what that comes from. How often something
+runs that only data says it knows nothing of: `left_out`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,14 +16,36 @@ from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU, machine_named
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.program.from_kernel import lower_to_program
+from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program
+from mesh_tensor.program.steps import KernelStep, Step
 from mesh_tensor.program.verify import held_bytes, peak_bytes
+from mesh_tensor.rules.kernel.cost import unknown_extents
+from mesh_tensor.rules.kernel.reader import read_kernel
 
 from .costs import COMPUTE
-from .left_out import left_out
 from .pipelines import PipelineSimulation, simulate_pipeline
 from .streams import RUN, WAIT, Event, Events, called_seconds, critical, play
 from .summary import Group, check_count, groups, named_kinds, page, per_second, table, trace, used_share, why
+
+_ONCE = "which data says: they count as once"
+
+
+def left_out(program: Program) -> tuple[str, ...]:
+    """In words, each once."""
+    return tuple(dict.fromkeys(text for step in program.steps for text in _of(step)))
+
+
+def _of(step: Step) -> Iterator[str]:
+    if isinstance(step, LoopStep):
+        if step.count is None:
+            yield f"how often the steps of loop {step.where} run, {_ONCE}"
+        for inner in step.inner:
+            yield from _of(inner)
+    elif isinstance(step, KernelStep):
+        known = step.func.params[len(step.args) + len(step.scalars) :]
+        if unknown := unknown_extents(read_kernel(step.func), known):
+            yield f"how often loops of kernel {step.name} run ({'; '.join(unknown)}), {_ONCE}"
 
 
 def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | PipelineSimulation:

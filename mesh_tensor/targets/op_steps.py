@@ -22,15 +22,7 @@ from .dtypes import torch_dtype
 from .kernels import Target
 from .straight_line import Line, Shape, StraightLine, TileCall
 from .tile_memory import keep_heap
-from .torch_ops import (
-    Valid,
-    added_function,
-    can_be_recorded,
-    keeps_alike,
-    makes_new,
-    recorded,
-    untyped_function,
-)
+from .torch_ops import Valid, added_function, can_be_recorded, keeps_alike, makes_new, recorded, untyped_function
 from .totals import adding
 
 Shapes = tuple[Shape, ...]
@@ -302,7 +294,6 @@ def _refuse_failed(step: OpStep, call: TileCall, error: Exception) -> NoReturn:
 
 
 def _valid(step: OpStep, program: Program, rank: int) -> tuple[Valid, ...]:
-    """What is no padding of each operand's tile."""
     values = [program.values[name] for name in step.args]
     return tuple(Valid(v.tile_shape, tuple(v.sharding.valid_extent(v.shape, rank))) for v in values)
 

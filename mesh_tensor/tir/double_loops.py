@@ -36,7 +36,9 @@ def unfuse(func: tirx.PrimFunc, *, alone: bool = False, within: bool = False) ->
         return func
     for loop in _loops(body, within):
         split = _split_loop(body, loop.loop_var, alone, within)
-        if split is None and _divides(loop):
+        if split is None and any(
+            loop.loop_var in _variables(node) for node in nodes(loop.body, tirx.FloorDiv, tirx.FloorMod)
+        ):
             split = _split_loop(_simplified(body), loop.loop_var, alone, within)
         body = body if split is None else split
     return func if body.same_as(func.body) else func.with_body(body)
@@ -50,12 +52,11 @@ def fuse(body: tirx.Stmt) -> tirx.Stmt:
 def _loops(body: tirx.Stmt, within: bool) -> list[tirx.For]:
     """The loops of the grid and, if asked for, those `within` that only count."""
     return [
-        loop for loop in nodes(body, tirx.For) if loop.thread_binding is not None or (within and _only_counts(loop))
+        loop
+        for loop in nodes(body, tirx.For)
+        if loop.thread_binding is not None
+        or (within and is_const(loop.min, 0) and not loop.annotations and loop.step is None)
     ]
-
-
-def _only_counts(loop: tirx.For) -> bool:
-    return is_const(loop.min, 0) and not loop.annotations and loop.step is None
 
 
 def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool, within: bool) -> tirx.Stmt | None:
@@ -65,11 +66,6 @@ def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool, within: bool) -> ti
         return None
     split = _replace_loop(body, var, part, alone)
     return None if any(loop.loop_var.same_as(var) for loop in _loops(split, within)) else split
-
-
-def _divides(loop: tirx.For) -> bool:
-    """Whether a quotient or remainder of something with the loop's variable in it is used."""
-    return any(loop.loop_var in _variables(node) for node in nodes(loop.body, tirx.FloorDiv, tirx.FloorMod))
 
 
 def _simplified(body: tirx.Stmt) -> tirx.Stmt:
@@ -216,15 +212,14 @@ def _lengths(loop: tirx.For, guards: Iterable[tirx.Stmt]) -> list[int]:
 
 def _at(stmt: tirx.Stmt, loop: tirx.For, length: int, place: int) -> tirx.Stmt | None:
     """What runs in those iterations, and in no others, that are at a place of their interval."""
-    if not isinstance(stmt, tirx.IfThenElse) or not _is_nothing(stmt.else_case):
+    if not isinstance(stmt, tirx.IfThenElse) or not (
+        stmt.else_case is None
+        or (isinstance(stmt.else_case, tirx.Evaluate) and isinstance(stmt.else_case.value, tirx.IntImm))
+    ):
         return None
     here = tirx.EQ(tirx.floormod(loop.loop_var, length), tirx.IntImm(loop.loop_var.dtype, place))
     agree = tirx.Or(tirx.And(stmt.condition, here), tirx.And(tirx.Not(stmt.condition), tirx.Not(here)))
     return stmt.then_case if holds_always(agree, [(loop.loop_var, loop.min, loop.extent)], []) else None
-
-
-def _is_nothing(stmt: tirx.Stmt | None) -> bool:
-    return stmt is None or (isinstance(stmt, tirx.Evaluate) and isinstance(stmt.value, tirx.IntImm))
 
 
 def _two_loops(

@@ -77,7 +77,6 @@ def _is_elsewhere(load: tirx.BufferLoad, store: tirx.BufferStore) -> bool:
 
 
 def _uses(stmt: tirx.Stmt, var: tirx.Var) -> int:
-    """How often a statement uses a variable."""
     seen: list[tirx.Var] = []
     if any(var.same_as(used) for used in nodes(stmt, tirx.Var)):  # `nodes` has each once
         tirx.stmt_functor.ir_transform(stmt, None, lambda v: seen.append(v) if var.same_as(v) else None, ["tirx.Var"])

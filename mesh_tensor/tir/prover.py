@@ -181,7 +181,6 @@ def _are_whole(*exprs: Any) -> bool:
 
 
 def _conjuncts(condition: Any) -> Iterator[Any]:
-    """What all holds where a condition does."""
     if isinstance(condition, tirx.And):
         yield from (*_conjuncts(condition.a), *_conjuncts(condition.b))
     else:

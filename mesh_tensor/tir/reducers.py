@@ -19,7 +19,7 @@ from mesh_tensor.base.reductions import REDUCTIONS
 from .effects import op_name
 from .nodes import function_name, nodes
 from .rewrite import block_like, exchange_buffers, neutral_element, parallel_nest, sequence, tile_op, with_args
-from .tile_calls import parse_tile_op, region
+from .tile_calls import PRODUCTS, parse_tile_op, region
 from .tile_ops import Copy, Fill
 
 _SCOPE = "local.reducer"
@@ -228,10 +228,19 @@ def _im2col(stmt: tirx.Evaluate) -> tirx.Stmt:
 
 
 def _gemm(stmt: tirx.Evaluate) -> tirx.Stmt | None:
-    """`gemm(..., clear_accum=condition)` as `if condition: fill(C, 0)`, then `gemm`."""
+    """`gemm(..., clear_accum=condition)` as `if condition: fill(C, 0)`, then `gemm`; into tensor memory, which nothing
+    fills, as one product or the other."""
+    if len(stmt.value.args) <= 9:
+        return None  # which is refused where it is parsed
     accumulator, clear = stmt.value.args[2], stmt.value.args[9]
     if isinstance(clear, tirx.IntImm):
         return None
+    if op_name(stmt.value) == "tl.tileop.tcgen05_gemm":
+        clearing, adding = (
+            with_args(stmt, [*stmt.value.args[:9], tirx.const(clears, "bool"), *stmt.value.args[10:]])
+            for clears in (True, False)
+        )
+        return tirx.IfThenElse(clear, clearing, adding)
     fill = tile_op("fill", accumulator, tirx.const(0, accumulator.args[0].dtype))
     args = [*stmt.value.args[:9], tirx.const(False, "bool"), *stmt.value.args[10:]]
     return sequence([tirx.IfThenElse(clear, fill, None), with_args(stmt, args)])
@@ -261,7 +270,7 @@ def _atomic_element(dst: tirx.BufferLoad, src: tirx.BufferLoad, lane: int) -> ti
 _COMPOUND = {
     "tl.tileop.im2col": _im2col,
     "tl.tileop.c2d_im2col": _im2col,
-    "tl.tileop.gemm": _gemm,
+    **dict.fromkeys(PRODUCTS, _gemm),
     "tl.atomic_addx2_elem_op": _atomic_vector(2),
     "tl.atomic_addx4_elem_op": _atomic_vector(4),
 }

@@ -7,7 +7,7 @@ the calls' arguments is known in this file only.
 
 from __future__ import annotations
 
-from tvm import tirx
+from tvm import ir, tirx
 
 from mesh_tensor.base.errors import refuse
 
@@ -21,17 +21,18 @@ _ELEMENT_ATOMICS = {
     "tl.atomic_min_elem_op": "min",
     "tl.atomic_or_elem_op": "bitor",
 }
-_PREVIOUS = {
-    "tl.atomic_add_ret_elem_op": "sum",
-    "tl.atomic_max_ret_elem_op": "max",
-    "tl.atomic_min_ret_elem_op": "min",
-}
-_TILE_ATOMICS = {
-    "tl.tileop.atomicadd": "sum",
-    "tl.tileop.atomicmax": "max",
-    "tl.tileop.atomicmin": "min",
-}
+_PREVIOUS = {"tl.atomic_add_ret_elem_op": "sum", "tl.atomic_max_ret_elem_op": "max", "tl.atomic_min_ret_elem_op": "min"}
+_TILE_ATOMICS = {"tl.tileop.atomicadd": "sum", "tl.tileop.atomicmax": "max", "tl.tileop.atomicmin": "min"}
 _COPIES = ("tl.tileop.copy", "tl.tileop.async_copy", "tl.tileop.tma_copy")
+#: Those that an author pins to an instruction say nothing else: who reads what they make waits for it.
+PRODUCTS = ("tl.tileop.gemm", "tl.tileop.wgmma_gemm", "tl.tileop.tcgen05_gemm")
+#: What is complete where it stands, in place of what need not be; and what says so of a product.
+_AT_ONCE = {
+    "tl.tileop.async_copy": "tl.tileop.copy",
+    "tl.tileop.gemm": "tl.tileop.gemm",
+    "tl.tileop.wgmma_gemm": "tl.tileop.gemm",
+}
+_DEFERRED = "wg_wait"
 _THROUGH = "copy through a buffer of this program, or through a parameter"
 _BY_ROWS = "T.copy each row: `T.copy(X[rows[i], 0], block[i, 0:n])`, or `T.copy(block[i, 0:n], X[rows[i], 0])`"
 #: What annotations ask for that regions don't say: their keys, what that is, the way out.
@@ -61,7 +62,7 @@ def _parsed(call: tirx.Call, name: str) -> TileOp | None:
         return Copy(region(args[0]), region(args[1]))
     if name == "tl.tileop.fill":
         return Fill(region(args[0]), args[1])
-    if name == "tl.tileop.gemm" and isinstance(args[9], tirx.IntImm):
+    if name in PRODUCTS and isinstance(args[9], tirx.IntImm):
         return Gemm(region(args[0]), region(args[1]), region(args[2]), _flag(args[3]), _flag(args[4]), _flag(args[9]))
     if name == "tl.tileop.reduce":
         return Reduce(region(args[0]), region(args[1]), _text(args[2]), int(args[3]), _flag(args[4]))
@@ -75,6 +76,21 @@ def _parsed(call: tirx.Call, name: str) -> TileOp | None:
     if name == "tl.tileop.transpose":
         return Transpose(region(args[0]), region(args[1]))
     return None
+
+
+def completed(body: tirx.Stmt) -> tirx.Stmt:
+    """The same with copies and products that are complete where they stand, for who reads what they make before the
+    author waits for it."""
+
+    def complete(call: tirx.Call) -> tirx.Call | None:
+        name, asked = op_name(call), dict((call.annotations or {}).items())
+        instead = _AT_ONCE.get(name)
+        if instead is None or (instead == name and _DEFERRED not in asked):
+            return None
+        kept = {key: value for key, value in asked.items() if key != _DEFERRED}
+        return tirx.Call(call.dtype, ir.Op.get(instead), call.args, annotations=kept, span=call.span)
+
+    return tirx.stmt_functor.ir_transform(body, None, complete, ["tirx.Call"])
 
 
 def beyond_regions(stmt: tirx.Evaluate) -> tuple[str, str] | None:

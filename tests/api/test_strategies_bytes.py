@@ -163,9 +163,11 @@ def test_sequence(gpt, devices):
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_context(gpt, devices):
-    """Keys and values are gathered, and what their gradients are made of, and that of the table of positions."""
+    """Keys and values are gathered, their gradients are summed where they go, and each device attends from its own
+    positions; the gradient of the table of positions is gathered."""
     expected = {
-        ("all_gather", "context"): _gathered(4 * LAYERS * ACTIVATION + PLACES, devices),
+        ("all_gather", "context"): _gathered(2 * LAYERS * ACTIVATION + PLACES, devices),
+        ("reduce_scatter", "context"): _gathered(2 * LAYERS * ACTIVATION, devices),
         ("all_reduce", "context"): _reduced(_parameters(gpt) - PLACES, devices) + _numbers(devices),
     }
     assert _received(gpt, {"context": devices}, strategies.context_parallel(gpt)) == expected
@@ -232,7 +234,8 @@ def test_data_and_tensor_and_context(gpt):
     gradients = _parameters(gpt, tensor, 2, without=["wpe.weight"])
     assert found == {
         ("all_reduce", "model"): _reduced(SUMS * ACTIVATION // 4, 2),
-        ("all_gather", "context"): _gathered(4 * LAYERS * ACTIVATION // 4 + PLACES, 2),
+        ("all_gather", "context"): _gathered(2 * LAYERS * ACTIVATION // 4 + PLACES, 2),
+        ("reduce_scatter", "context"): _gathered(2 * LAYERS * ACTIVATION // 4, 2),
         ("all_reduce", "data", "context"): _reduced(gradients, 4) + _numbers(4),
         ("all_reduce", "data"): _reduced(PLACES // 2, 2),  # of positions first those of a device
     }

@@ -69,13 +69,14 @@ ROWS_OF_OTHERS = (
         "instructions of tensor cores and their memory",
         "refused",
         _HARDWARE,
-        names="alloc_tmem deallocate_tmem alloc_descriptor alloc_tcgen05_* alloc_wgmma_desc tcgen05_* wgmma_* ptx_mma*"
-        " ptx_wgmma_* ptx_tcgen05_* ptx_ldmatrix mma_fill mma_store mma_gemm_blockscaled gemm_blockscaled gemm_sp"
-        " initialize_*_descriptor increase_descriptor_offset tvm_bmma_sync tvm_fill_fragment tvm_load_matrix_sync"
-        " tvm_mma_sync tvm_store_matrix_sync",
+        names="deallocate_tmem alloc_descriptor alloc_tcgen05_* alloc_wgmma_desc tcgen05_gemm_* tcgen05_mma_*"
+        " tcgen05_*_sync tcgen05_cp_* tcgen05_sf_* wgmma_gemm_sp ptx_mma* ptx_wgmma_* ptx_tcgen05_* ptx_ldmatrix"
+        " mma_fill mma_store mma_gemm_blockscaled gemm_blockscaled gemm_sp initialize_*_descriptor"
+        " increase_descriptor_offset tvm_bmma_sync tvm_fill_fragment tvm_load_matrix_sync tvm_mma_sync"
+        " tvm_store_matrix_sync",
         ops="tl.deallocate_tmem tl.tcgen05_* tl.ptx_tcgen05_* tl.ptx_wgmma_* tl.ptx_mma_* tl.ptx_ldmatrix"
         " tl.ptx_stmatrix tl.ptx_*_tensor_memory tl.initialize_*_descriptor tl.increase_descriptor_offset"
-        " tl.tileop.gemm_* tl.tileop.wgmma_* tl.tileop.tcgen05_* tirx.mma_* tirx.ptx_mma* tirx.ptx_ldmatrix"
+        " tl.tileop.gemm_* tl.tileop.wgmma_gemm_sp tl.tileop.tcgen05_gemm_* tirx.mma_* tirx.ptx_mma* tirx.ptx_ldmatrix"
         " tirx.tvm_*mma_sync tirx.tvm_fill_fragment tirx.tvm_*_matrix_sync tl.tvm_mfma* tl.tvm_rdna_*"
         " tl.cooperative_tensor_* tirx.*simdgroup* tl.ds_read_*",
     ),

@@ -97,6 +97,32 @@ def _product() -> Any:
     return product
 
 
+def _pinned_product(hopper: bool) -> Callable[[], Any]:
+    """A product by an instruction that the author names; Blackwell's adds up in memory of its own."""
+
+    def kernel() -> Any:
+        @T.prim_func
+        def product(X: T.Tensor((12, 4), "float32"), W: T.Tensor((4, 8), "float32"), Y: T.Tensor((12, 8), "float32")):
+            with T.Kernel(3, threads=32) as bx:
+                x, w = T.alloc_shared((4, 2), "float32"), T.alloc_shared((2, 8), "float32")
+                y, summed = T.alloc_fragment((4, 8), "float32"), T.alloc_tmem((4, 8), "float32")
+                for k in T.serial(2):
+                    T.copy(X[bx * 4, k * 2], x)
+                    T.copy(W[k * 2, 0], w)
+                    if hopper:
+                        T.wgmma_gemm(x, w, y, clear_accum=k == 0)
+                        T.wait_wgmma(0)
+                    else:
+                        T.tcgen05_gemm(x, w, summed, mbar=None, clear_accum=k == 0)
+                if not hopper:
+                    T.copy(summed, y)
+                T.copy(y, Y[bx * 4, 0])
+
+        return product
+
+    return kernel
+
+
 def _reduced(operation: Callable, dtype: str = "float32") -> Callable[[], Any]:
     def kernel() -> Any:
         @T.prim_func
@@ -384,10 +410,13 @@ ROWS_OF_TILE_OPERATIONS = (
     Row(
         "products",
         "understood",
-        "a `clear_accum` that is an expression becomes a conditional fill",
-        names="gemm GemmWarpPolicy",
-        ops="tl.tileop.gemm tl.GemmWarpPolicy",
+        "a `clear_accum` that is an expression becomes a conditional fill; `wgmma_gemm` and `tcgen05_gemm` say what"
+        " `gemm` says, and are complete where they stand where nobody waits",
+        names="gemm GemmWarpPolicy wgmma_gemm wgmma_mma tcgen05_gemm tcgen05_mma alloc_tmem",
+        ops="tl.tileop.gemm tl.GemmWarpPolicy tl.tileop.wgmma_gemm tl.tileop.tcgen05_gemm",
         examples=(
+            Example("by wgmma", _pinned_product(True), (X, matrix(4, 8, 1)), np.matmul),
+            Example("by tcgen05", _pinned_product(False), (X, matrix(4, 8, 1)), np.matmul),
             Example("by rows", _product, (X, matrix(4, 8, 1)), np.matmul),
             Example(
                 "over a split dim", _product, (X, matrix(4, 8, 1)), np.matmul, {"X": {"x": 1}, "W": {"x": 0}, "Y": {}}

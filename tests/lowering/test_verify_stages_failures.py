@@ -8,7 +8,7 @@ import mesh_tensor as mt
 from kernels.softmax import softmax
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.decide import decide
-from mesh_tensor.lowering.local_parts import make_local
+from mesh_tensor.lowering.local_view import make_local
 from mesh_tensor.lowering.original_dims import rule
 from mesh_tensor.lowering.parts import cut_up
 from mesh_tensor.lowering.pipeline import read, verified

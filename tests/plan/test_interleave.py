@@ -1,9 +1,12 @@
-"""Fused layers of unequal parts: stored in the order in which devices have them, and nothing is gathered."""
+"""Fused layers of unequal parts, and layers that take what is put side by side: stored in the order in which devices
+have them, and nothing is gathered."""
 
+import copy
 from functools import cache
 
 import pytest
 import torch
+from torch.nn.functional import mse_loss
 
 import mesh_tensor as mt
 
@@ -123,3 +126,113 @@ def test_weights_whose_memory_is_taken_over():
     torch.testing.assert_close(run(x), model(x).detach(), rtol=1e-4, atol=1e-5)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(run.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+class Branches(torch.nn.Module):
+    """Two layers side by side, as heads or as features, before one that is split by what it takes."""
+
+    def __init__(self, first, second, heads=False):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(6, first), torch.nn.Linear(6, second)
+        self.last, self.heads = torch.nn.Linear(first + second, 6), heads
+
+    def forward(self, x):
+        a, b = torch.tanh(self.a(x)), torch.sigmoid(self.b(x))
+        if self.heads:
+            return self.last(torch.cat([a.unflatten(-1, (-1, 2)), b.unflatten(-1, (-1, 2))], -2).flatten(-2))
+        return self.last(torch.cat([a, b], -1))
+
+
+SIDE_BY_SIDE = {f"{name}.{kind}": {"m": 0} for name in "ab" for kind in ("weight", "bias")} | {"last.weight": {"m": 1}}
+
+
+def unfused(found):
+    return [kind for kind in found if kind != "slice"]
+
+
+@pytest.mark.parametrize(("first", "second"), [(8, 4), (4, 4)])
+@pytest.mark.parametrize("heads", [False, True])
+def test_side_by_side(first, second, heads):
+    torch.manual_seed(0)
+    model, x = Branches(first, second, heads).eval(), torch.randn(3, 5, 6)
+    module = mt.from_torch(torch.export.export(model, (x,)), check=False)
+    run = mt.distribute_module(module.mod, {"m": 2}, SIDE_BY_SIDE, weights=module.params, poison=True)
+    assert kinds(run.plan) == ["all_reduce"]
+    torch.testing.assert_close(run(x), model(x).detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run.state_dict()["last.weight"], model.last.weight.detach(), rtol=0, atol=0)
+
+
+def test_of_one_branch_alone():
+    """Devices that have none of one branch's features take them from the others."""
+    torch.manual_seed(0)
+    model, x = Branches(4, 3).eval(), torch.randn(3, 5, 6)
+    module = mt.from_torch(torch.export.export(model, (x,)), check=False)
+    run = mt.distribute_module(module.mod, {"m": 2}, SIDE_BY_SIDE, weights=module.params, poison=True)
+    assert not run.plan.graph.stored
+    torch.testing.assert_close(run(x), model(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def trained(model, x, mesh, stated, **options):
+    """Two steps beside torch's; the run."""
+    target = torch.randn_like(model(x)).detach()
+    step = mt.training_step(copy.deepcopy(model), mse_loss, (x, target), check=False, **options)
+    run = mt.distribute_module(step, mesh, stated)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), target)
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(run(x, target), loss.detach(), rtol=1e-4, atol=1e-5)
+    state = run.state_dict()
+    for name, tensor in model.named_parameters():
+        torch.testing.assert_close(state[name], tensor.detach(), rtol=1e-4, atol=1e-5)
+    return run
+
+
+MOMENTUM = {"optimizer": "momentum", "lr": 0.1, "momentum": 0.9}
+
+
+@pytest.mark.parametrize(("mesh", "sliced"), [({"m": 2}, False), ({"d": 2, "m": 2}, True)])
+def test_steps_of_training(mesh, sliced):
+    """What is kept for such weights is in their order, too; it is given back, and taken, in the caller's."""
+    torch.manual_seed(0)
+    model, x = Attention(4, 2, sliced), torch.randn(2, 3, 12)
+    stated = STATED | ({"x": {"d": 0}, "target": {"d": 0}} if "d" in mesh else {})
+    run = trained(model, x, mesh, stated, **MOMENTUM)
+    reduced = 1 if mesh == {"m": 2} else 2  # the second product; gradients of the batch's parts
+    assert unfused(kinds(run.plan)) == ["all_reduce"] * reduced
+    assert len(run.plan.graph.stored) == 8  # weight, bias, their momenta, and what replaces these
+    state = run.state_dict()
+    target = torch.randn(2, 3, 12)
+    wanted = run(x, target)
+    run.load_state_dict(state)
+    torch.testing.assert_close(run(x, target), wanted, rtol=0, atol=0)
+
+
+def test_training_side_by_side():
+    torch.manual_seed(0)
+    run = trained(Branches(8, 4), torch.randn(3, 5, 6), {"m": 2}, SIDE_BY_SIDE, **MOMENTUM)
+    assert unfused(kinds(run.plan)) == ["all_reduce"]
+
+
+@pytest.mark.parametrize("how", ["split", "slices", "glu"])
+def test_training_of_equal_parts(how):
+    """What is in the parts' gradients is split as what is in the parts."""
+
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(6, 16), torch.nn.Linear(8, 6)
+
+        def forward(self, x):
+            made = self.up(x)
+            if how == "glu":
+                return self.down(torch.nn.functional.glu(made))
+            gate, up = made.chunk(2, -1) if how == "split" else (made[..., :8], made[..., 8:])
+            return self.down(torch.sigmoid(gate) * up)
+
+    torch.manual_seed(0)
+    stated = {"up.weight": {"m": 0}, "up.bias": {"m": 0}, "down.weight": {"m": 1}}
+    run = trained(Gated(), torch.randn(3, 5, 6), {"m": 4}, stated, **MOMENTUM)
+    assert unfused(kinds(run.plan)) == ["all_reduce"]

@@ -4,7 +4,7 @@ import torch
 from tvm import relax
 
 import mesh_tensor as mt
-from mesh_tensor.plan.left_partial import completed_last
+from mesh_tensor.plan.explicit import completed_last
 
 from .modules import function, kinds
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mesh_tensor as mt
-from mesh_tensor.program.handed_on import handed_on_first
+from mesh_tensor.program.builder import handed_on_first
 from mesh_tensor.program.steps import OpStep
 from mesh_tensor.program.verify import peak_bytes
 

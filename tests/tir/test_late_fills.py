@@ -6,7 +6,7 @@ import torch
 from tvm import ir, tirx
 
 from mesh_tensor.rules.kernel.normalize import with_early_fills
-from tests.lowering.support import assert_right, lowered, nodes, outline
+from tests.lowering.support import assert_right, lowered, nodes, outline, run
 
 
 def scaled_sums(style="late", M=16, K=64, block=16):
@@ -112,3 +112,73 @@ def test_loops_keep_their_step():
     made = with_early_fills(kernel)
     assert not made.same_as(kernel)
     assert [int(loop.step) for loop in nodes(made, tirx.For) if loop.step is not None] == [2]
+
+
+def first_fills(style="first", M=16, K=64, block=16):
+    """Y[m] = sum of X[m, k]: the sums are emptied before the loop ("before"), or by its first iteration, as far as
+    that is certain to be one, and the first to use them."""
+
+    @T.prim_func
+    def kernel(X: T.Tensor((M, K), "float32"), n: T.int32, Y: T.Tensor((M,), "float32")):
+        with T.Kernel(1, threads=32):
+            x = T.alloc_shared((M, block), "float32")
+            total = T.alloc_fragment((M,), "float32")
+            if style == "before" or style == "maybe none":
+                T.clear(total)
+            elif style != "first":
+                T.fill(total, 1.0)
+            for k in T.Pipelined(T.max(n, 0) if style == "maybe none" else K // block, num_stages=2):
+                T.copy(X[0, k * block], x)
+                if style == "used":
+                    for i in T.Parallel(M):
+                        total[i] = total[i] * 2.0
+                if style == "second":
+                    if k == 1:
+                        T.clear(total)
+                elif style == "part":
+                    if k == 0:
+                        T.clear(total[0 : M // 2])
+                elif style == "or else":
+                    if k == 0:
+                        T.clear(total)
+                    else:
+                        T.fill(total, 2.0)
+                elif style != "before" and k == 0:
+                    T.clear(total)
+                T.reduce_sum(x, total, dim=1, clear=False)
+                if style == "left" and X[k, 0] > 0.0:
+                    T.loop_break()
+            T.copy(total, Y)
+
+    return kernel
+
+
+def test_what_the_first_iteration_fills_is_filled_before_the_loop():
+    ir.assert_structural_equal(with_early_fills(first_fills("first")), first_fills("before"))
+
+
+@pytest.mark.parametrize("style", ["used", "second", "part", "or else", "maybe none", "left"])
+def test_fills_that_others_may_see_stay_where_they_are(style):
+    kernel = first_fills(style)
+    assert with_early_fills(kernel).same_as(kernel)
+
+
+def first_fills_reference(style, x):
+    """Block by block."""
+    total = torch.ones(x.shape[0])
+    for k, block in enumerate(x.split(16, 1)):
+        total = total * 2 if style == "used" else total
+        if k == (style == "second"):
+            total[: 8 if style == "part" else None] = 0.0
+        elif style == "or else":
+            total = torch.full_like(total, 2.0)
+        total = total + block.sum(1)
+    return total
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("style", ["first", "used", "second", "part", "or else"])
+def test_kernels_that_fill_in_an_iteration_are_right(style, dim):
+    x = torch.randn(16, 64)
+    found = run(first_fills(style), {"x": 2}, {"X": {"x": dim}}, x, 4)
+    torch.testing.assert_close(found, first_fills_reference(style, x), rtol=1e-5, atol=1e-5)

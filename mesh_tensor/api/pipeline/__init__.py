@@ -2,5 +2,3 @@
 
 from .make import pipeline
 from .model import Pipeline
-
-__all__ = ["Pipeline", "pipeline"]

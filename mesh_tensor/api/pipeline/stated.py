@@ -34,12 +34,7 @@ _LAYOUTS = "give {mesh: {name: layout}}, or {name: layout} for all meshes; layou
 
 
 def stages_of(
-    flow: Flow,
-    stages: Any,
-    topology: Topology,
-    inputs: Sequence[str],
-    signature: ModuleSignature,
-    machine: Machine,
+    flow: Flow, stages: Any, topology: Topology, inputs: Sequence[str], signature: ModuleSignature, machine: Machine
 ) -> tuple[Stages, list[str | None]]:
     """The stages of every binding, as they are asked for or annotated, and the mesh of every stage that has one."""
     if stages is None:

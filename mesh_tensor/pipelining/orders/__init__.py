@@ -33,10 +33,7 @@ SCHEDULES: dict[str, Order] = {
     "interleaved": Order(one_way.interleaved, 2, any_chunks=True, also=("Interleaved1F1B",), in_rounds=True),
     "looped-bfs": Order(one_way.looped_bfs, 2, any_chunks=True, also=("bfs",)),
     "zb-h1": Order(
-        one_way.zb_h1,
-        any_chunks=True,
-        also=("ZeroBubbleH1", "InterleavedZeroBubble", "zb1p"),
-        in_rounds=True,
+        one_way.zb_h1, any_chunks=True, also=("ZeroBubbleH1", "InterleavedZeroBubble", "zb1p"), in_rounds=True
     ),
     "zb-h2": Order(one_way.zb_h2, also=("ZeroBubbleH2", "ZeroBubbleH2ZeroTxLatency")),
     "zbv": Order(v_shaped.zbv, 2, also=("ZBVZeroBubble", "zb-v")),

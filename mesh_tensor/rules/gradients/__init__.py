@@ -1,6 +1,4 @@
 """Gradients of Relax operators: one short function per operator, in a table."""
 
-from . import elementwise, nn  # noqa: F401  (they fill the table)
+from . import elementwise, nn  # they fill the table
 from .table import Backward, Gradient, gradients_of, has_gradient, stops_gradients
-
-__all__ = ["Backward", "Gradient", "gradients_of", "has_gradient", "stops_gradients"]

@@ -229,7 +229,8 @@ def _fields(b: Backward, parts: relax.Expr) -> list[relax.Expr]:
 
 @gradient("split")
 def split(b: Backward) -> Sequence[Gradient]:
-    """The parts' gradients side by side; what no part was made of is zero."""
+    """The parts' gradients side by side; what no part was made of is zero. Equal parts are stacked: axes split what is
+    in each part, as they do where the parts come from."""
     axis = b.call.axis(b.call.attr("axis", 0))
     parts = [b.emit(zeros(out)) if seed is None else seed for seed, out in zip(b.seeds, b.call.outputs, strict=True)]
     whole = b.call.inputs[0].shape
@@ -237,7 +238,11 @@ def split(b: Backward) -> Sequence[Gradient]:
     if left:
         rest = b.call.inputs[0]._replace(shape=(*whole[:axis], left, *whole[axis + 1 :]))
         parts.append(b.emit(zeros(rest)))
-    return [parts[0] if len(parts) == 1 else b.emit(op.concat(parts, axis))]
+    if len(parts) == 1:
+        return parts
+    if not left and len({out.shape for out in b.call.outputs}) == 1:
+        return [b.reshaped(b.emit(op.stack(parts, axis)), whole)]
+    return [b.emit(op.concat(parts, axis))]
 
 
 @gradient("strided_slice")

@@ -1,17 +1,17 @@
 """Blocks at computed places: `tile // 8 % rows * 64`, `(blocks - 1 - k) * 64`, loops that start where the row does,
-pages that a table names.
+pages that a table names, blocks of a loop that ends where data say.
 
 Such an index walks its dim in an order that nobody follows. Where it is proved to be a block of the dim, the
 statements around it go into a loop over all blocks of which one iteration does something (tir.loops): that
 changes nothing, and the loop walks the dim in order, so an axis can split it. The local kernel then skips the blocks of
-other devices. Of a place that is loaded nothing is proved: one that is no block counts as the nearest, of which what is
-copied is 0, as T.copy reads what lies outside.
+other devices. Of a place that is loaded or made of parameters, or computed in a loop whose end is, nothing is proved:
+one that is no block counts as the nearest, of which what is copied is 0, as T.copy reads what lies outside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import ir, tirx
 
@@ -56,7 +56,7 @@ def in_order(func: tirx.PrimFunc, whole: Sequence[Dim]) -> tirx.PrimFunc | None:
 class _Place:
     """A block's place: the `number` of a block that is `block` long, of `count` in the dim, computed of the variables
     of `loops`; the innermost of these is the one that it is computed in. `is_loaded`: it is read from memory.
-    `on_chip`: it is one of a buffer on chip, in which nothing may be outside."""
+    `on_chip`: it is one of a buffer on chip, in which nothing may be outside. `is_proved`: it certainly is a block."""
 
     number: tirx.PrimExpr
     block: int
@@ -64,10 +64,20 @@ class _Place:
     loops: tuple[Loop, ...]
     is_loaded: bool
     on_chip: bool = False
+    is_proved: bool = False
 
     @property
     def may_be_outside(self) -> bool:
-        return self.is_loaded and not self.on_chip
+        return not self.is_proved and not self.on_chip
+
+    @property
+    def is_of_data(self) -> bool:
+        """Whether it is loaded or made of parameters, or these or data say how far a loop goes that it is made of."""
+        used = vars_of([self.number], {})
+        if not used <= {loop.var for loop in self.loops}:
+            return True
+        bounds = [bound for loop in self.loops if loop.var in used for bound in (loop.min, loop.extent)]
+        return self.is_loaded or not all(isinstance(bound, tirx.IntImm) for bound in bounds)
 
     @property
     def nearest(self) -> tirx.PrimExpr:
@@ -128,9 +138,9 @@ class _Places:
         index = without_binds(index, self.kernel)
         start = tirx.stmt_functor.substitute(index, {loop.var: tirx.IntImm(loop.var.dtype, 0) for loop in inner})
         block = _block(linear_form(self.analyzer.simplify(index - start), {}), inner)
-        used = vars_of([start], {})
+        used, given = vars_of([start], {}), set(self.kernel.func.params)
         loops = tuple(loop for loop in statement.loops if loop.kind in ("grid", "serial"))
-        if block is None or not used or not used <= {loop.var for loop in loops}:
+        if block is None or used <= given or not used <= {loop.var for loop in loops} | given:
             return None
         if not all(self.kernel.keeps(load.buffer) for load in loads(start)):
             return None
@@ -167,7 +177,9 @@ def _walked(func: tirx.PrimFunc, kernel: Kernel, place: _Place) -> tirx.PrimFunc
         body = guard.then_case
     bounds = [(loop.var, loop.min, loop.extent) for loop in place.loops]
     is_block = tirx.And(place.number >= 0, place.number < place.count)
-    if not place.is_loaded and not holds_always(is_block, bounds, conditions):
+    if not place.is_loaded:
+        place = replace(place, is_proved=holds_always(is_block, bounds, conditions))
+    if not place.is_proved and not place.is_of_data:
         return None
     var = tirx.Var("block", place.number.dtype)
     new = _in_blocks(body, kernel, place, var, loop_ranges(func.body))

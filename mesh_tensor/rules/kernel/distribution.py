@@ -143,7 +143,7 @@ class _Nest:
     def _find_expanded(self) -> bool:
         """Find the variables; False where it is not certain that an iteration uses what it has stored itself."""
         leaves = list(self._leaves(self.body))
-        for buffer in _buffers(self.body):
+        for buffer in list(dict.fromkeys(access.buffer for access in nodes(self.body, *_ACCESSES))):
             accesses = _accesses(self.body, buffer)
             if self.kernel.is_param(buffer) or any(vars_of(a.indices, {}) for a in accesses):
                 continue
@@ -183,10 +183,6 @@ def _guard(body: tirx.Stmt) -> tirx.PrimExpr | None:
 
 def _accesses(stmt: tirx.Stmt, buffer: tirx.Buffer) -> list[tirx.BufferLoad | tirx.BufferStore]:
     return [a for a in nodes(stmt, *_ACCESSES) if a.buffer.data.same_as(buffer.data)]
-
-
-def _buffers(stmt: tirx.Stmt) -> list[tirx.Buffer]:
-    return list(dict.fromkeys(access.buffer for access in nodes(stmt, *_ACCESSES)))
 
 
 def _is_stored_first(leaves: Sequence[tirx.Stmt], buffer: tirx.Buffer) -> bool:

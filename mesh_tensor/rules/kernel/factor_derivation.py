@@ -20,7 +20,7 @@ from mesh_tensor.base.joined import Joined
 from mesh_tensor.tir.effects import thread_indices
 from mesh_tensor.tir.linear import Linear
 
-from .data_indices import beside_walks
+from .bounded_indices import beside_walks
 from .factors import Factor, goes_beyond, why_not_covered
 from .live_ranges import LiveRange, LiveRanges
 from .statements import Access, Kernel, Statement

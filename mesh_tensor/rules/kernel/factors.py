@@ -56,12 +56,7 @@ def tile_extent(size: Any, parts: list[int]) -> Any:
 
 
 def why_not_covered(
-    form: Linear | None,
-    size: tirx.PrimExpr,
-    statement: Statement,
-    analyzer: Prover,
-    *,
-    or_beyond: bool = False,
+    form: Linear | None, size: tirx.PrimExpr, statement: Statement, analyzer: Prover, *, or_beyond: bool = False
 ) -> str | None:
     """Why `form`, over the statement's loops, is not each of 0 .. size-1 exactly once; None if it is.
 

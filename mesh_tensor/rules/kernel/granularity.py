@@ -182,7 +182,6 @@ def _is_in_blocks(kernel: Kernel, dim: Dim, length: int, program: tirx.Var, anal
 
 
 def _same_count(a: int | None, block: int, b: int | None, other: int) -> bool:
-    """Whether two dims are as many whole blocks."""
     return a is not None and b is not None and a % block == 0 and b % other == 0 and a // block == b // other
 
 
@@ -277,8 +276,6 @@ def _ranges(kernel: Kernel) -> Prover:
 
 
 class _Refiner:
-    """Takes dims of a kernel's parameters apart."""
-
     def __init__(self, kernel: Kernel, groups: Groups) -> None:
         self._kernel, self._groups = kernel, groups
         self._analyzer = _ranges(kernel)

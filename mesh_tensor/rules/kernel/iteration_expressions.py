@@ -260,7 +260,6 @@ class Expressions:
         return next(access for access in statement.reads if is_load_of(load, access))
 
     def _load(self, access: Access) -> StateValue | None:
-        """What an access reads."""
         live_range = self.coordinates.ranges.of(access)
         forms = [form for form in access.forms if form is not None]
         if live_range in self.env:

@@ -18,15 +18,7 @@ from .iteration_expressions import Expressions, largest, product_past
 from .live_ranges import LiveRange
 from .lowest_values import LowestValues
 from .padding import ZERO, Content, Padding
-from .state_values import (
-    Atom,
-    Level,
-    StateValue,
-    independent,
-    plus,
-    stored,
-    times,
-)
+from .state_values import Atom, Level, StateValue, independent, plus, stored, times
 from .statements import Access, Kernel, Loop, Statement
 
 

@@ -148,7 +148,7 @@ class LiveRanges:
             env[buffer] = {root}
             if not self._kernel.is_idle(loop.var):
                 self._carried[root].add(loop.var)
-        if not _runs_at_least_once(loop):
+        if not (loop.kind == "grid" or (isinstance(loop.extent, tirx.IntImm) and int(loop.extent) >= 1)):
             for buffer, ids in before.items():
                 env[buffer] = env.get(buffer, set()) | ids
             return exposed, set()
@@ -248,10 +248,6 @@ def _alone_in_nest(statement: Statement, index_vars: set[tirx.Var], kernel: Kern
             if access.buffer.same_as(write.buffer) and not access.same_forms(write):
                 return False
     return True
-
-
-def _runs_at_least_once(loop: Loop) -> bool:
-    return loop.kind == "grid" or (isinstance(loop.extent, tirx.IntImm) and int(loop.extent) >= 1)
 
 
 def find_taints(kernel: Kernel, ranges: LiveRanges) -> Taints:

@@ -1,9 +1,9 @@
-"""Parameters' dims that are indexed by data: tables whose rows are looked up, results that are scattered into; and
-results that are written at constants.
+"""Parameters' dims that are indexed by data: tables whose rows are looked up, results that are scattered into; results
+that are written at constants; and what of a dim all devices read, wherever they are: `A[3, i]`, one layer of a cache.
 
 Where axes split such a dim, every device does what falls into its tile, and nothing where an index falls into
 another's. What is looked up is then there on one device, and neutral on the others: partial. What is scattered lies
-where it is.
+where it is. What all read, the devices that have it hand on: what lies between its lowest and its highest place alone.
 """
 
 from __future__ import annotations
@@ -13,25 +13,76 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from tvm import tirx
+from tvm import ir, tirx
 
-from mesh_tensor.base.window import Reach, Reaches
-from mesh_tensor.tir.linear import Linear, vars_of
+from mesh_tensor.base.window import EVERYWHERE, Reach, Reaches
+from mesh_tensor.tir.linear import Linear, loop_ranges, vars_of
 from mesh_tensor.tir.loops import running
 from mesh_tensor.tir.nodes import same_expression
+from mesh_tensor.tir.prover import Prover, begins_anew
 
-from .bounded_indices import Distance
+from .bounded_indices import Distance, is_bound_to_loads, is_loaded, only_writes, puts_at_constant, takes_one
 from .coordinates import Coordinates
-from .data_indices import is_bound_to_loads, is_loaded, only_writes, puts_at_constant, takes_one
 from .factor_derivation import Dim
 from .factors import Factor
-from .fixed_windows import FixedWindows
-from .owned_programs import LookedUpProducts, Use, owned_programs
+from .owned_programs import LookedUpProducts, Use, dims_of_rows, owned_programs, row_products
 from .partial_values import PartialValues
 from .reader import known_uses
-from .row_products import dims_of_rows, row_products
 from .statements import Access, Kernel, Loop, Statement
 from .verdicts import Reduction
+
+
+class FixedWindows:
+    """Bounds of places over all that a kernel runs through."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._known: Prover | None = None
+
+    def of(self, uses: Sequence[tuple[Statement, Access]], dim: int) -> Reaches | None:
+        """What all these accesses, which are all that there are of a parameter that nothing writes, read of a dim; None
+        if that is as long as the dim, or not known."""
+        bounds = [self._bounds(statement, access, dim) for statement, access in uses]
+        known = [interval for interval in bounds if interval is not None]
+        if not known or len(known) < len(bounds):
+            return None
+        low, high = min(low for low, _ in known), max(high for _, high in known)
+        size = int(uses[0][1].buffer.shape[dim])
+        reaches = Reaches(EVERYWHERE, size, 0, 1, (Reach(low, high),))
+        return reaches if low <= high and reaches.margin < size else None
+
+    def _bounds(self, statement: Statement, access: Access, dim: int) -> tuple[int, int] | None:
+        """The lowest and the highest place that an access has in a dim."""
+        index = access.indices[dim]
+        if access.forms[dim] is None and isinstance(index, (int, tirx.IntImm)):
+            return None  # it stands for places that are not known
+        record = statement.tile_op
+        if record is not None and (record.in_order is not None or not self._walks_all(statement)):
+            return None
+        if isinstance(index, (int, tirx.IntImm)):
+            return int(index), int(index)
+        analyzer = self._analyzer(statement)
+        if begins_anew(index, analyzer):
+            return None
+        bound = analyzer.const_int_bound(index)
+        low, high = bound.min_value, bound.max_value
+        return (low, high) if low > bound.NEG_INF and high < bound.POS_INF else None
+
+    def _walks_all(self, statement: Statement) -> bool:
+        """Whether the loops of a tile operation's elements walk all that is longer than 1 of its regions."""
+        record = statement.tile_op
+        assert record is not None
+        operands = zip((record.dst, *record.sources), (statement.target, *statement.reads), strict=False)
+        return all(set(region.long_dims) <= statement.element_dims(access).keys() for region, access in operands)
+
+    def _analyzer(self, statement: Statement) -> Prover:
+        """What knows the ranges of all loops of the kernel, and of a tile operation's elements."""
+        if self._known is None:
+            self._known = loop_ranges(self._kernel.func.body)
+        for loop in statement.loops:
+            if loop.kind == "tile":
+                self._known.bind(loop.var, ir.Range(0, loop.extent), True)
+        return self._known
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +202,7 @@ def find_windows(kernel: Kernel, coordinates: Coordinates) -> dict[Dim, tuple[Fa
     for param, dim in coordinates.detached:
         is_written = any(statement.writes(kernel.params[param]) for statement in kernel.statements)
         accesses = [] if is_written else known_uses(kernel, kernel.params[param])
-        if not accesses or not _is_sized(kernel, param, dim):
+        if not accesses or not isinstance(kernel.params[param].shape[dim], tirx.IntImm):
             continue
         factors = coordinates.factors
         reads = [(factor, reaches) for factor in factors if (reaches := _read_from(kernel, factor, accesses, dim))]
@@ -167,10 +218,6 @@ def without_wrap(index: tirx.PrimExpr) -> tirx.PrimExpr:
     return index.a if isinstance(index, tirx.FloorMod) else index
 
 
-def _is_sized(kernel: Kernel, param: str, dim: int) -> bool:
-    return isinstance(kernel.params[param].shape[dim], tirx.IntImm)
-
-
 def _read_from(
     kernel: Kernel, factor: Factor, accesses: Sequence[tuple[Statement, Access]], dim: int
 ) -> Reaches | None:
@@ -182,7 +229,9 @@ def _read_from(
     for statement, access in accesses:
         index, size = access.indices[dim], int(access.buffer.shape[dim])
         found = _reach(kernel, factor, without_wrap(index) if wraps else index, statement)
-        if found is None or (wraps and not _wraps(access, dim) and not (_is_coordinate(found) and size == factor.size)):
+        if found is None or (
+            wraps and not _wraps(access, dim) and not (found == (Fraction(1), Reach(0, 0, 1)) and size == factor.size)
+        ):
             return None
         slopes.add(found[0])
         reaches[_nearest(found[1], size) if _wraps(access, dim) else found[1]] = None
@@ -203,10 +252,6 @@ def _nearest(reach: Reach, size: int) -> Reach:
     back."""
     around = (reach.low + reach.high + size) // (2 * size) * size if size else 0
     return replace(reach, low=reach.low - around, high=reach.high - around)
-
-
-def _is_coordinate(found: tuple[Fraction, Reach]) -> bool:
-    return found == (Fraction(1), Reach(0, 0, 1))
 
 
 def _reach(kernel: Kernel, factor: Factor, index: tirx.PrimExpr, statement: Statement) -> tuple[Fraction, Reach] | None:

@@ -18,6 +18,7 @@ from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR
 from mesh_tensor.base.recent import made_once
 from mesh_tensor.tir.double_loops import unfuse, with_intervals
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop, op_name, pointers, written
+from mesh_tensor.tir.linear import loop_ranges
 from mesh_tensor.tir.loops import forward, lengthen
 from mesh_tensor.tir.nodes import is_const, loads, nodes, used
 from mesh_tensor.tir.plain_statements import (
@@ -37,6 +38,7 @@ from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views
 
 from .padded_blocks import narrow
+from .statements import body_statements
 from .whole_numbers import refuse_division_by_0, refuse_overflow
 
 ANALYSES = 64  # of what a kernel is, whatever its layout, that are kept
@@ -181,9 +183,11 @@ def _plain(index: tirx.PrimExpr, size: tirx.PrimExpr, analyzer: Prover) -> tirx.
 
 
 def with_early_fills(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The same kernel, in which loops that find a buffer filled, and leave it filled, fill it themselves."""
+    """The same kernel, in which loops that find a buffer filled, and leave it filled, fill it themselves; what a loop's
+    first iteration fills is filled before the loop."""
     if not any(_filled(stmt) for stmt in nodes(func.body, tirx.Evaluate)):
         return func
+    func = _with_fills_before_loops(func)
 
     def rotated(node: tirx.SeqStmt) -> tirx.Stmt | None:
         made: list[tirx.Stmt] = []
@@ -193,6 +197,39 @@ def with_early_fills(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
     body = tirx.stmt_functor.ir_transform(func.body, None, rotated, ["tirx.SeqStmt"])
     return func if body.same_as(func.body) else func.with_body(body)
+
+
+def _with_fills_before_loops(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """`for k: if k == 0: fill(acc); acc += ...` as `fill(acc)`, then `for k: acc += ...`."""
+    analyzer = loop_ranges(func.body)
+
+    def hoisted(loop: tirx.For) -> tirx.Stmt | None:
+        is_serial = loop.kind in (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED) and loop.thread_binding is None
+        if not is_serial or leaves_loop(loop) or leaves_kernel(loop.body):
+            return None
+        stmts = body_statements(loop.body)
+        first = [stmt for at, stmt in enumerate(stmts) if _fills_first(stmt, loop, stmts[:at])]
+        if not first or not analyzer.can_prove(loop.extent >= 1):
+            return None
+        rest = [stmt for stmt in stmts if stmt not in first]
+        body = sequence(rest or [tirx.Evaluate(0)])
+        return sequence([*(stmt.then_case for stmt in first), loop_like(loop, loop.extent, body, start=loop.min)])
+
+    body = tirx.stmt_functor.ir_transform(func.body, None, hoisted, ["tirx.For"])
+    return func if body.same_as(func.body) else func.with_body(body)
+
+
+def _fills_first(stmt: tirx.Stmt, loop: tirx.For, before: list[tirx.Stmt]) -> bool:
+    """Whether a statement fills a buffer in the loop's first iteration alone, in which nothing uses it before."""
+    if not isinstance(stmt, tirx.IfThenElse) or stmt.else_case is not None or not isinstance(stmt.condition, tirx.EQ):
+        return False
+    buffer, (a, b) = _filled(stmt.then_case), (stmt.condition.a, stmt.condition.b)
+    if buffer is None or _last_use(before, buffer) is not None:
+        return False
+    return any(
+        var.same_as(loop.loop_var) and ir.structural_equal(first, loop.min, map_free_vars=False)
+        for var, first in ((a, b), (b, a))
+    )
 
 
 def _rotated(loop: tirx.For, before: list[tirx.Stmt]) -> list[tirx.Stmt]:

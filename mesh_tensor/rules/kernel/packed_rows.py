@@ -17,8 +17,8 @@ from mesh_tensor.tir.nodes import DIVISIONS, loads, nodes
 from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.tile_ops import Copy
 
+from .bounded_indices import deciding, only_writes
 from .coordinates import Coordinates
-from .data_indices import deciding, only_writes
 from .factor_derivation import Dim
 from .factors import Factor
 from .reader import known_uses, read_kernel

@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from tvm import ir, tirx
@@ -31,29 +32,22 @@ from .statements import Access, Kernel, Statement
 from .supported import safe_buffers
 
 
-def _or_infinite(function: Callable[[float], float]) -> Callable[[float], float]:
-    def apply(value: float) -> float:
-        try:
-            return function(value)
-        except OverflowError:
-            return math.inf
-
-    return apply
+def _or_infinite(function: Callable[[float], float], value: float) -> float:
+    try:
+        return function(value)
+    except OverflowError:
+        return math.inf
 
 
-def _or_no_number(function: Callable[[float, float], float]) -> Callable[[float, float], float]:
+def _or_no_number(function: Callable[[float, float], float], a: float, b: float) -> float:
     """Python's `max` and `min` leave out what is no number, in one of the two places."""
-
-    def apply(a: float, b: float) -> float:
-        return math.nan if math.isnan(a) or math.isnan(b) else function(a, b)
-
-    return apply
+    return math.nan if math.isnan(a) or math.isnan(b) else function(a, b)
 
 
-_MAX, _MIN = _or_no_number(max), _or_no_number(min)
+_MAX, _MIN = partial(_or_no_number, max), partial(_or_no_number, min)
 _FUNCTIONS: dict[str, Callable[[float], float]] = {
-    "tirx.exp": _or_infinite(math.exp),
-    "tirx.exp2": _or_infinite(lambda v: 2.0**v),
+    "tirx.exp": partial(_or_infinite, math.exp),
+    "tirx.exp2": partial(_or_infinite, lambda v: 2.0**v),
     "tirx.tanh": math.tanh,
     "tirx.fabs": abs,
 }
@@ -198,7 +192,6 @@ class Padding:
         return self._value(statement.values[0], _Place(statement, form))  # if it runs at all
 
     def _written(self, statement: Statement) -> Content:
-        """What the statement writes past the end."""
         record = statement.tile_op
         if isinstance(record, tile_ops.Copy):
             return self._access(statement.reads[0], statement)

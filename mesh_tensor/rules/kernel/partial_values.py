@@ -116,7 +116,7 @@ class PartialValues:
         """Add what statements that keep partial values partial write, and note the uses that need the whole value."""
         while True:
             known = -1
-            while known < (now := self._contributions()):
+            while known < (now := sum(len(partial.contributions) for partial in self._partial.values())):
                 known, self._uses = now, []
                 for statement in [s for s in self._kernel.statements if s not in self._explained]:
                     for access in statement.reads:
@@ -156,9 +156,6 @@ class PartialValues:
         """Whether what a statement stores can be completed before."""
         read = [p for a in store.reads if (p := self._partial.get(self._coordinates.ranges.of(a))) is not None]
         return all(not p.outer and store.top > max(s.top for s in p.contributions) for p in read)
-
-    def _contributions(self) -> int:
-        return sum(len(partial.contributions) for partial in self._partial.values())
 
     def _follow(self, statement: Statement, access: Access) -> str | None:
         """What a statement makes of a value that it reads."""
@@ -239,7 +236,6 @@ class PartialValues:
 
 
 def _sets_neutral(statement: Statement, op: str) -> bool:
-    """Whether the statement sets what it writes to `op`'s neutral element."""
     if statement.op is not None or not statement.values:
         return False
     if statement.tile_op is not None and statement.tile_op.value is None:

@@ -26,15 +26,7 @@ from .padding import takes_whole_blocks
 from .replaced_states import Best, Stated, find_best, find_stated
 from .state_finder import carrying_loops, changed_in, is_in_place, is_plain
 from .state_values import Atom, Level, Part, StateValue
-from .statements import (
-    RESUMED,
-    Kernel,
-    Loop,
-    Statement,
-    describe,
-    mentions,
-    without_binds,
-)
+from .statements import RESUMED, Kernel, Loop, Statement, describe, mentions, without_binds
 
 _ONE = Part(Level.FIXED, 1.0)
 

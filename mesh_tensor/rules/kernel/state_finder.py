@@ -27,6 +27,7 @@ from .finite_blocks import has_finite_blocks
 from .iterations import Iteration
 from .live_ranges import LiveRange
 from .references import reference, references_cancel, relative
+from .row_totals import adds_at_least_one
 from .state_values import Atom, Level, Part, StateValue, Terms, add_rates, independent
 from .statements import Kernel, Loop, Statement, is_load_of, lowest_or
 from .states import LogSum, RunningMax, ScaledSum, State
@@ -82,7 +83,7 @@ def _state(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop,
     explained = frozenset(iteration.depends | updates)
     if not all(iteration.runs_alike(s) for s in explained) or not _stays_inside(explained, coordinates, loop, carried):
         return None
-    guards = _guards(iteration, made[0])
+    guards = iteration.guarded if any(m.unbounded for m in made[0]) else {}
     skips = [c for s in explained for c in s.conditions if not _starts_first(c, loop, kernel)]
     if guards and skips and not all(has_finite_blocks(iteration, part.held) for part in made[0]):
         return None
@@ -108,7 +109,8 @@ def _references_cancel(
     for part in sums:
         known = relative(part.of.held, part.place, part.rate) if part.of.is_relative else independent(Level.FIXED)
         left[part.held] = known
-    return references_cancel(iteration.kernel, iteration.coordinates, iteration.factor, iteration.loop, left)
+    totals = {part.held for part in sums if part.of.of_block and adds_at_least_one(iteration, part)}
+    return references_cancel(iteration.kernel, iteration.coordinates, iteration.factor, iteration.loop, left, totals)
 
 
 def _stays_inside(
@@ -124,10 +126,6 @@ def _starts_first(condition: tirx.PrimExpr, loop: Loop, kernel: Kernel) -> bool:
     at_0 = tirx.stmt_functor.substitute(condition, {loop.var: tirx.IntImm(loop.var.dtype, 0)})
     with kernel.analyzer.constraint_scope(tirx.And(loop.var >= 0, condition)):
         return bool(kernel.analyzer.can_prove(at_0))
-
-
-def _guards(iteration: Iteration, maxima: Sequence[RunningMax]) -> dict[Statement, tuple[tirx.BufferLoad, ...]]:
-    return iteration.guarded if any(m.unbounded for m in maxima) else {}
 
 
 class _Parts:

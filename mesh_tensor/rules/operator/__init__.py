@@ -2,7 +2,7 @@
 
 from mesh_tensor.base.dtypes import TensorType
 
-from . import (  # noqa: F401  (they fill the table)
+from . import (
     aten,
     conv,
     dropout,
@@ -15,8 +15,6 @@ from . import (  # noqa: F401  (they fill the table)
     shifts,
     update,
     vjp,
-)
+)  # they fill the table
 from .call import OpCall
 from .rule import Dim, LocalCall, OpRule, has_rule, rule_of
-
-__all__ = ["Dim", "LocalCall", "OpCall", "OpRule", "TensorType", "has_rule", "rule_of"]

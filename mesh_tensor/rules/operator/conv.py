@@ -135,7 +135,9 @@ def pool(call: OpCall) -> OpRule:
     mean = "avg" in call.name and is_float(call.inputs[0].dtype)
     largest, out = "max" in call.name, tuple(map(factors.get, out_layout))
     windows = _Windows(layout, out_layout, call, "max" if largest else "sum")
-    exact = "adaptive" not in call.name and _counts_all(call, largest)
+    exact = "adaptive" not in call.name and (
+        largest or not (call.attr("ceil_mode") or (any(call.attr("padding")) and not call.attr("count_include_pad")))
+    )
     sizes = dict(zip([x for x in _SPATIAL if x in layout], call.attr("pool_size"), strict=True)) if exact else {}
     return OpRule(
         (tuple(map(factors.get, layout)),),
@@ -144,12 +146,6 @@ def pool(call: OpCall) -> OpRule:
         windows=windows.of(sizes) if exact else {},
         localize=(lambda local: _pooling(local, largest)) if exact else None,
     )
-
-
-def _counts_all(call: OpCall, largest: bool) -> bool:
-    """Whether what lies outside of the tensor is like an element that is neutral: a mean may leave it out, and may
-    leave out what is farther out than the padding."""
-    return largest or not (call.attr("ceil_mode") or (any(call.attr("padding")) and not call.attr("count_include_pad")))
 
 
 def _pooling(local: LocalCall, largest: bool) -> relax.Expr:

@@ -114,9 +114,7 @@ def gather_nd(call: OpCall) -> OpRule:
     batches, places = dims_of(batch, "b"), dims_of(index.ndim - 1 - batch, "i")
     rest = dims_of(data.ndim - batch - count)
     return OpRule(
-        ((*batches, *(None,) * count, *rest), (*batches, *places, None)),
-        ((*batches, *places, *rest),),
-        linear=_FIRST,
+        ((*batches, *(None,) * count, *rest), (*batches, *places, None)), ((*batches, *places, *rest),), linear=_FIRST
     )
 
 

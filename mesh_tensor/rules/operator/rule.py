@@ -186,10 +186,7 @@ def _keeps_dtype(call: OpCall, together: frozenset[int]) -> bool:
 
 def whole_rule(call: OpCall) -> OpRule:
     """The rule of an operator that nothing is known of: every dim is needed whole."""
-    return OpRule(
-        tuple((None,) * t.ndim for t in call.inputs),
-        tuple((None,) * t.ndim for t in call.outputs),
-    )
+    return OpRule(tuple((None,) * t.ndim for t in call.inputs), tuple((None,) * t.ndim for t in call.outputs))
 
 
 def _check(call: OpCall, made: OpRule) -> None:

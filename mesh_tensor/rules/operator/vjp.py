@@ -11,7 +11,7 @@ summed in its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -56,15 +56,19 @@ class Vjp:
 
 
 def vjp_call(
-    call: OpCall, operands: Sequence[relax.Expr], seeds: dict[int, relax.Expr], wrt: Sequence[int]
+    call: OpCall,
+    operands: Sequence[relax.Expr] | Mapping[int, relax.Expr],
+    seeds: dict[int, relax.Expr],
+    wrt: Sequence[int],
 ) -> relax.Call:
-    """The gradients of `operands[i]` for i in `wrt`, as a tuple if they are several.
+    """The gradients of `operands[i]` for i in `wrt`, as a tuple if they are several. An operand that none of
+    them depends on may be left out.
 
     seeds   result -> its gradient
     """
     rule_ = rule_of(call)
     linear = len(wrt) == 1 and frozenset(wrt) in rule_.linear
-    given = [i for i in range(len(operands)) if not (linear and i in wrt)]
+    given = [i for i in range(len(call.inputs)) if not (linear and i in wrt)]
     stand_ins = _stand_ins(call.inputs)
     expr = LocalCall(call, tuple(stand_ins), (), (), ()).again()
     return _packed(

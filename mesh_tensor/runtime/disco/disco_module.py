@@ -166,7 +166,6 @@ def _low_precision(call: relax.Call) -> bool:
 
 
 def _builds(call: relax.Call) -> bool:
-    """Whether TVM builds this call."""
     operands = {arg: relax.Var("x", arg.struct_info) for arg in tensors_in(call.args) if isinstance(arg, relax.Var)}
     builder = relax.BlockBuilder()
     with builder.function("main", list(operands.values())):

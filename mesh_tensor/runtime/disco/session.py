@@ -140,11 +140,7 @@ class DiscoSession:
 
     def _check_usable(self) -> None:
         if self._session is None or self._broken:
-            refuse(
-                f"the {self!r} can't be used",
-                why=self._broken or "it was closed",
-                fix="make a new DiscoSession",
-            )
+            refuse(f"the {self!r} can't be used", why=self._broken or "it was closed", fix="make a new DiscoSession")
 
     def _await(self, number: int, action: str) -> None:
         """Wait for all workers' answers; once one failed, only a little while for the others'."""

@@ -15,21 +15,3 @@ from .dtensor import (
 )
 from .ranks import are_current, ranks_of
 from .redistribution import redistribute, resume
-
-__all__ = [
-    "are_current",
-    "axes_out_of_order",
-    "check_order",
-    "dtensor_maker",
-    "from_dtensor",
-    "from_placements",
-    "gradient_like",
-    "is_dtensor",
-    "lies_like_torch",
-    "named",
-    "ranks_of",
-    "redistribute",
-    "resume",
-    "to_dtensor",
-    "to_placements",
-]

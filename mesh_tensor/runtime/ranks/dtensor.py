@@ -276,7 +276,6 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def _gathered(mine: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
-    """Everybody's tile, in order of rank."""
     group = ranks.everybody()
     if group.tagged:
         return [tile.clone() for tile in ranks.calls.gather_tensors(mine)]

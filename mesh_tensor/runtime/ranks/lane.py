@@ -272,7 +272,6 @@ def machine_of(places: Sequence[bytes]) -> Machine:
 
 
 def _cores() -> list[int]:
-    """The cores that this process may use."""
     everything = range(os.cpu_count() or 1)
     return sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everything)
 

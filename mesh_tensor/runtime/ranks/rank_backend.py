@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from mesh_tensor.base.dtypes import poison_value
-from mesh_tensor.program.builder import with_ends
-from mesh_tensor.program.handed_on import handed_on_first
+from mesh_tensor.program.builder import handed_on_first, with_ends
 from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, OpStep, Step, WaitStep

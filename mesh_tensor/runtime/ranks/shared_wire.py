@@ -267,8 +267,6 @@ def _close(peers: Sequence[_Peer], more: int) -> None:
 
 @dataclass(slots=True, frozen=True)
 class _Sent:
-    """What was sent."""
-
     wire: SharedWire
     to: int
     tag: int
@@ -280,8 +278,6 @@ class _Sent:
 
 @dataclass(slots=True, frozen=True)
 class _Receipt:
-    """What is to be received."""
-
     wire: SharedWire
     tensor: torch.Tensor
     source: int

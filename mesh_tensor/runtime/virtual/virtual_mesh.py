@@ -24,20 +24,13 @@ from mesh_tensor.runtime.placement import Layout, layout_of
 from mesh_tensor.runtime.reshard import Reshard, Tiles, reshard_of
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import (
-    Section,
-    differs_by_rank,
-    in_sections,
-    recorded_pairs,
-    tile_calls,
-)
+from mesh_tensor.targets.op_steps import Section, differs_by_rank, in_sections, recorded_pairs, tile_calls
 from mesh_tensor.targets.straight_line import TileCall
 from mesh_tensor.targets.totals import totals_of
 
 from .mesh_tensor import check_count
 from .one_tile import one_tiles
-from .operators import OpAction, OpKind, one_by_one
-from .replicas import compared, written
+from .operators import OpAction, OpKind, compared, one_by_one, written
 
 
 class VirtualMesh:

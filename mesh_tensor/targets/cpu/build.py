@@ -38,11 +38,7 @@ _BLAS_GEMM = "mt_gemm_float32_float32_float32"
 _HEADERS = {
     part: Path(__file__).parent / "csrc" / f"mesh_tensor_{part}.h" for part in ("cpu", "math", "fold", "gemm", "report")
 }
-_C_TYPES = {
-    "float32": "float",
-    "float64": "double",
-    "bool": "uint8_t",
-}
+_C_TYPES = {"float32": "float", "float64": "double", "bool": "uint8_t"}
 
 
 def c_source(func: tirx.PrimFunc) -> str:
@@ -122,6 +118,7 @@ def _entry(kernel: CKernel) -> str:
     offset, casts = 0, []
     for workspace in kernel.workspaces:
         c_type = _c_type(workspace.dtype)
+        offset += _STAGGER
         casts.append(f"({c_type}*)(memory + {offset})")
         offset += -(-workspace.size * itemsize(workspace.dtype) // ALIGNMENT) * ALIGNMENT
     call = f"{_BODY}({', '.join(names + casts)});"
@@ -182,6 +179,9 @@ _GCC_FLAGS = (
     # A row of a block is copied in place: it is too short for a call of memmove.
     "-fno-tree-loop-distribute-patterns",
 )
+# Tensors of whole pages begin at the same place of one, and loads wait for stores to another page's same place: blocks
+# begin elsewhere. A few lines of a cache; a multiple of ALIGNMENT.
+_STAGGER = 320
 _INSTALL = "install g++ (apt install g++, dnf install gcc-c++, conda install gxx) or clang++"
 _INTERPRET = 'target="interpret" runs kernels without a compiler'
 _FIRST_ERRORS = 5
@@ -269,7 +269,6 @@ def _first_errors(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _kept(source: Path) -> Path:
-    """A copy of the source that stays."""
     try:
         handle, kept = tempfile.mkstemp(prefix="mesh_tensor-", suffix=".cpp")
         os.close(handle)

@@ -41,7 +41,7 @@ def cache_folder() -> Path:
 def find_library(kernel: str, compiler: str) -> ctypes.CDLL | None:
     """The library of a kernel as a compiler makes it, if it is there and whole; as any one made it, where `compiler` is
     "". Both are texts for all that matters."""
-    for root in _roots():
+    for root in [cache_folder(), *([_temporary_folder()] if _temporary_folder.cache_info().currsize else [])]:
         entries = [root / f"{kernel}-{_short(compiler)}"] if compiler else sorted(root.glob(f"{kernel}-*"))
         for entry in entries:
             library = _loaded(entry)
@@ -86,10 +86,6 @@ def build_once(source: str, build: Build) -> ctypes.CDLL:
     """The library that `build` makes of `source`; nothing is kept."""
     with tempfile.TemporaryDirectory() as folder:
         return ctypes.CDLL(str(_compiled(Path(folder), source, build)))
-
-
-def _roots() -> list[Path]:
-    return [cache_folder(), *([_temporary_folder()] if _temporary_folder.cache_info().currsize else [])]
 
 
 def _loaded(entry: Path) -> ctypes.CDLL | None:

@@ -70,7 +70,7 @@ def _passed_on(body: tirx.Stmt, block: tirx.Buffer, params: frozenset[tirx.Var])
             place += 1
         return [part for part in kept if not _is_of(part, block)]
 
-    smaller = _without(map_sequences(body, pass_on), block)
+    smaller = without_block(map_sequences(body, pass_on), block)
     return None if _uses(smaller, block) else smaller
 
 
@@ -104,7 +104,7 @@ def _with_value(stmt: tirx.BufferStore, store: tirx.BufferStore) -> tirx.BufferS
     return tirx.BufferStore(stmt.buffer, evaluated.value, stmt.indices)
 
 
-def _without(body: tirx.Stmt, block: tirx.Buffer) -> tirx.Stmt:
+def without_block(body: tirx.Stmt, block: tirx.Buffer) -> tirx.Stmt:
     """The kernel without the block's stores and declaration, and without loops that held nothing else."""
 
     def drop(stmt: tirx.Stmt) -> tirx.Stmt | None:

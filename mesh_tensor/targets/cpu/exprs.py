@@ -16,17 +16,7 @@ from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.rewrite import cast
 from mesh_tensor.tir.user_reports import report_of
 
-BINARY = (
-    tirx.Add,
-    tirx.Sub,
-    tirx.Mul,
-    tirx.Div,
-    tirx.Mod,
-    tirx.FloorDiv,
-    tirx.FloorMod,
-    tirx.Min,
-    tirx.Max,
-)
+BINARY = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod, tirx.Min, tirx.Max)
 COMPARISON = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 LEAVES = (tirx.Var, tirx.IntImm, tirx.FloatImm, tirx.StringImm)
 

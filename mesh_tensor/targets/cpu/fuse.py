@@ -131,10 +131,7 @@ class _Fuse:
         return None
 
     def _conflict(self, first: list[MemoryAccess], second: list[MemoryAccess]) -> bool:
-        return any((a.writes or b.writes) and self._same_memory(a, b) for a in first for b in second)
-
-    def _same_memory(self, a: MemoryAccess, b: MemoryAccess) -> bool:
-        return a.buffer.data.same_as(b.buffer.data) or {a.buffer.data, b.buffer.data} <= self._params
+        return any((a.writes or b.writes) and same_memory(a, b, self._params) for a in first for b in second)
 
     def _joinable(self, first: tirx.For, second: tirx.For, mine: list[MemoryAccess]) -> bool:
         if not (_same_range(first, second) and _worthwhile(first, second)):
@@ -145,14 +142,19 @@ class _Fuse:
         bound = {part.loop_var for loop in (first, second) for part in walk(loop) if isinstance(part, tirx.For)}
         return not any(
             (a.writes or b.writes)
-            and self._same_memory(a, b)
-            and not _in_step(a, first.loop_var, b, second.loop_var, bound)
+            and same_memory(a, b, self._params)
+            and not in_step(a, first.loop_var, b, second.loop_var, bound)
             for a in theirs
             for b in mine
         )
 
 
-def _in_step(a: MemoryAccess, a_var: tirx.Var, b: MemoryAccess, b_var: tirx.Var, bound: set[tirx.Var]) -> bool:
+def same_memory(a: MemoryAccess, b: MemoryAccess, params: frozenset[tirx.Var]) -> bool:
+    """Whether both may be of the same memory; `params` are the data of the kernel's parameters."""
+    return a.buffer.data.same_as(b.buffer.data) or {a.buffer.data, b.buffer.data} <= params
+
+
+def in_step(a: MemoryAccess, a_var: tirx.Var, b: MemoryAccess, b_var: tirx.Var, bound: set[tirx.Var]) -> bool:
     """Whether the same iteration of both loops touches the same slice along some dim, and no other iteration does."""
     x, y = a.buffer, b.buffer
     pairs = [*zip(x.shape, y.shape, strict=False), *zip(x.strides, y.strides, strict=False)]

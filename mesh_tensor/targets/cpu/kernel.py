@@ -13,11 +13,9 @@ from mesh_tensor.targets.reports import raise_failure, report_from
 from .build import ENTRY, library_for
 from .legalize import size_variables
 
-_SCALARS = {
-    "bool": ctypes.c_bool,
-    "float32": ctypes.c_float,
-    "float64": ctypes.c_double,
-} | {f"{sign}int{bits}": getattr(ctypes, f"c_{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_SCALARS = {"bool": ctypes.c_bool, "float32": ctypes.c_float, "float64": ctypes.c_double} | {
+    f"{sign}int{bits}": getattr(ctypes, f"c_{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
+}
 
 
 class CpuKernel:

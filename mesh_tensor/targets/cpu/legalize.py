@@ -143,7 +143,6 @@ class _Legalize:
         return self._pointers[data]
 
     def _flat(self, buffer: tirx.Buffer, indices: list[tirx.PrimExpr]) -> tuple[tirx.Buffer, tirx.PrimExpr]:
-        """The flat buffer for `buffer`, and the index into it."""
         if buffer not in self._flat_buffers:
             pointer = self._pointer(buffer.data, buffer.dtype)
             dtype = storage_dtype(buffer.dtype)

@@ -19,19 +19,7 @@ from mesh_tensor.tir.tile_calls import parse_previous
 from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose, deeper
 
 from .dtypes import compute_dtype
-from .exprs import (
-    GEMM,
-    Bounds,
-    LoopRange,
-    all_of,
-    cast,
-    combine,
-    const,
-    if_then,
-    loop_nest,
-    map_children,
-    temporary,
-)
+from .exprs import GEMM, Bounds, LoopRange, all_of, cast, combine, const, if_then, loop_nest, map_children, temporary
 from .reduce import ReduceLoops
 
 

@@ -2,5 +2,3 @@
 
 from .intrinsics import poisoned
 from .run import interpret
-
-__all__ = ["interpret", "poisoned"]

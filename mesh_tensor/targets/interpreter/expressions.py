@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,36 +67,29 @@ def _binary(function: Callable[..., Any], on_integers: Callable[..., Any] | None
     return build
 
 
-def _extremum(on_arrays: np.ufunc, on_ints: Callable[..., Any]) -> Callable[..., Code]:
-    def build(expr: Any, scope: FunctionScope) -> Code:
-        a, b = compile_expr(expr.a, scope), compile_expr(expr.b, scope)
-        plain = not (a.varies or b.varies) and str(expr.dtype).startswith("int")
-        return _apply(on_ints if plain else on_arrays, (a, b))
-
-    return build
+def _extremum(on_arrays: np.ufunc, on_ints: Callable[..., Any], expr: Any, scope: FunctionScope) -> Code:
+    a, b = compile_expr(expr.a, scope), compile_expr(expr.b, scope)
+    plain = not (a.varies or b.varies) and str(expr.dtype).startswith("int")
+    return _apply(on_ints if plain else on_arrays, (a, b))
 
 
-def _logical(decisive: bool) -> Callable[..., Code]:
+def _logical(decisive: bool, expr: Any, scope: FunctionScope) -> Code:
     """`and` (decided by False), `or` (by True): the second operand is evaluated where the first decides nothing."""
+    a, b = compile_expr(expr.a, scope), compile_expr(expr.b, scope)
+    varies = a.varies or b.varies
+    decided = np.bool_(decisive)
 
-    def build(expr: Any, scope: FunctionScope) -> Code:
-        a, b = compile_expr(expr.a, scope), compile_expr(expr.b, scope)
-        varies = a.varies or b.varies
-        decided = np.bool_(decisive)
+    def scalar(frame: Frame) -> Any:
+        return decided if bool(a.run(frame)) is decisive else b.run(frame)
 
-        def scalar(frame: Frame) -> Any:
-            return decided if bool(a.run(frame)) is decisive else b.run(frame)
+    def lanes(frame: Frame) -> Any:
+        first = a.run(frame)
+        second = under_mask(frame, ~first if decisive else first, b.run)
+        if second is None:
+            return first
+        return first | second if decisive else first & second
 
-        def lanes(frame: Frame) -> Any:
-            first = a.run(frame)
-            second = under_mask(frame, ~first if decisive else first, b.run)
-            if second is None:
-                return first
-            return first | second if decisive else first & second
-
-        return Code(lanes if a.varies else scalar, varies)
-
-    return build
+    return Code(lanes if a.varies else scalar, varies)
 
 
 def _not(expr: tirx.Not, scope: FunctionScope) -> Code:
@@ -224,16 +218,16 @@ _BUILDERS: dict[type, Callable[[Any, FunctionScope], Code]] = {
     tirx.Mod: _binary(np.fmod, trunc_mod),
     tirx.FloorDiv: _binary(operator.floordiv),
     tirx.FloorMod: _binary(operator.mod),
-    tirx.Min: _extremum(np.minimum, min),
-    tirx.Max: _extremum(np.maximum, max),
+    tirx.Min: partial(_extremum, np.minimum, min),
+    tirx.Max: partial(_extremum, np.maximum, max),
     tirx.EQ: _binary(operator.eq),
     tirx.NE: _binary(operator.ne),
     tirx.LT: _binary(operator.lt),
     tirx.LE: _binary(operator.le),
     tirx.GT: _binary(operator.gt),
     tirx.GE: _binary(operator.ge),
-    tirx.And: _logical(False),
-    tirx.Or: _logical(True),
+    tirx.And: partial(_logical, False),
+    tirx.Or: partial(_logical, True),
     tirx.Not: _not,
     tirx.Select: lambda e, scope: _select(e.condition, e.true_value, e.false_value, e.dtype, scope),
     tirx.Cast: _cast,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,6 @@ def interpret(func: tirx.PrimFunc, args: Sequence[Argument], *, poison: bool = F
 
 @dataclass(frozen=True)
 class _Program:
-    """A compiled function."""
-
     name: str
     size: int
     params: tuple[Callable[[Frame, Any], None], ...]
@@ -118,15 +116,12 @@ def _bind_sizes(buffer: tirx.Buffer, scope: FunctionScope) -> list[Callable[[Fra
     source = scope.storage(buffer).slot
     for dim, extent in enumerate(buffer.shape):
         if isinstance(extent, tirx.Var) and hash(extent) not in scope.slots:
-            actions.append(_size_from(scope.define(extent), source, dim))
+            actions.append(partial(_size_from, scope.define(extent), source, dim))
     return actions
 
 
-def _size_from(slot: int, source: int, dim: int) -> Callable[[Frame], None]:
-    def bind(frame: Frame) -> None:
-        frame[slot] = frame[source].shape[dim]
-
-    return bind
+def _size_from(slot: int, source: int, dim: int, frame: Frame) -> None:
+    frame[slot] = frame[source].shape[dim]
 
 
 def _check_sizes(buffer: tirx.Buffer, scope: FunctionScope) -> list[Callable[[Frame], None]]:

@@ -15,6 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,7 @@ def added_function(call: OpCall) -> Function | None:
 def _aten(call: OpCall) -> Function:
     """The operator with the arguments that the call states."""
     name = call.expr.args[0].global_symbol.removeprefix("aten.")
-    return _with_arguments(_overload(name), *arguments_of(call))
+    return partial(_with_arguments, _overload(name), *arguments_of(call))
 
 
 @torch_op(ANY)
@@ -199,21 +200,17 @@ def _any(call: OpCall) -> Function:
     known = independent_dims(op, [t.shape[: t.ndim - pair] for t, pair in zip(tensors, pairs, strict=True)])
     if leading != known and leading != 0:
         refuse(f"{leading} leading dims of aten.{name} are not independent", where=str(call.expr), fix=_AGAIN)
-    function = _with_arguments(op, args, kwargs)
-    return _of_pairs(function, pairs) if any(pairs) else function
+    function = partial(_with_arguments, op, args, kwargs)
+    return partial(_of_pairs, function, pairs) if any(pairs) else function
 
 
-def _of_pairs(function: Function, pairs: Sequence[bool]) -> Function:
+def _of_pairs(function: Function, pairs: Sequence[bool], *tensors: torch.Tensor) -> Any:
     """A function of complex numbers as one of pairs of floats."""
-
-    def of_floats(*tensors: torch.Tensor) -> Any:
-        given = [torch.view_as_complex(t.contiguous()) if pair else t for t, pair in zip(tensors, pairs, strict=False)]
-        made = function(*given)
-        if isinstance(made, torch.Tensor):
-            return torch.view_as_real(made.resolve_conj()) if made.is_complex() else made
-        return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in made]
-
-    return of_floats
+    given = [torch.view_as_complex(t.contiguous()) if pair else t for t, pair in zip(tensors, pairs, strict=False)]
+    made = function(*given)
+    if isinstance(made, torch.Tensor):
+        return torch.view_as_real(made.resolve_conj()) if made.is_complex() else made
+    return [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in made]
 
 
 def is_function(op: Any) -> bool:
@@ -270,11 +267,8 @@ def _overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, base, None), overload, None)
 
 
-def _with_arguments(op: Any, args: Any, kwargs: Any) -> Function:
-    def function(*tensors: torch.Tensor) -> Any:
-        return op(*_filled(args, tensors), **{name: _filled(value, tensors) for name, value in kwargs.items()})
-
-    return function
+def _with_arguments(op: Any, args: Any, kwargs: Any, *tensors: torch.Tensor) -> Any:
+    return op(*_filled(args, tensors), **{name: _filled(value, tensors) for name, value in kwargs.items()})
 
 
 def _filled(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:

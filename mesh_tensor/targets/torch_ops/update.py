@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,22 +70,18 @@ def _momentum(options: Any) -> Update:
     return step
 
 
-def _adam(fused: Callable[..., None]) -> Callable[[Any], Update]:
+def _adam(fused: Callable[..., None], options: Any) -> Update:
     """By torch's kernel, which reads and writes each element once."""
+    (first, second), decay, eps = options["betas"], options["weight_decay"], options["eps"]
 
-    def make(options: Any) -> Update:
-        (first, second), decay, eps = options["betas"], options["weight_decay"], options["eps"]
+    def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, number: float) -> None:
+        count = torch.tensor(number, dtype=torch.float32, device=p.device)
+        fused(
+            [p], [g.contiguous()], [slots[0]], [slots[1]], [], [count],
+            lr=lr, beta1=first, beta2=second, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
 
-        def step(p: Tensor, g: Tensor, slots: list[Tensor], lr: float, number: float) -> None:
-            count = torch.tensor(number, dtype=torch.float32, device=p.device)
-            fused(
-                [p], [g.contiguous()], [slots[0]], [slots[1]], [], [count],
-                lr=lr, beta1=first, beta2=second, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
-            )  # fmt: skip
-
-        return step
-
-    return make
+    return step
 
 
 def _lion(options: Any) -> Update:
@@ -114,7 +111,7 @@ def _decayed(g: Tensor, p: Tensor, decay: float) -> Tensor:
 _STEPS: dict[str, Callable[[Any], Update]] = {
     "sgd": _sgd,
     "momentum": _momentum,
-    "adam": _adam(torch._fused_adam_),
-    "adamw": _adam(torch._fused_adamw_),
+    "adam": partial(_adam, torch._fused_adam_),
+    "adamw": partial(_adam, torch._fused_adamw_),
     "lion": _lion,
 }

@@ -182,7 +182,6 @@ def _operands(
 
 
 def _forward(stated: Vjp, place: Place) -> Function:
-    """The operator, of its operands."""
     steps = [
         (torch_function(call, place.mesh, place.rank), [_source(operand) for operand in operands])
         for call, operands in stated.calls

@@ -56,6 +56,25 @@ def by_warps(rows, length=32):
     return main
 
 
+def by_rows_of_warps(rows, rows_of=4):
+    """Every warp of a program sums a row: its lanes exchange what they have, and one of them stores it."""
+
+    @T.prim_func
+    def main(A: T.Tensor((rows, 64), "float32"), B: T.Tensor((rows,), "float32"), best: T.Tensor((rows,), "float32")):
+        with T.Kernel(rows // rows_of, threads=32 * rows_of) as bx:
+            at = T.get_thread_binding(0)
+            own, most = T.alloc_local((1,), "float32"), T.alloc_local((1,), "float32")
+            own[0] = A[bx * rows_of + at // 32, at % 32] + A[bx * rows_of + at // 32, at % 32 + 32]
+            most[0] = T.warp_reduce_max(own[0])
+            for step in T.serial(5):
+                own[0] = own[0] + T.shfl_xor(own[0], 1 << step)
+            if at % 32 == 0:
+                B[bx * rows_of + at // 32] = own[0]
+                best[bx * rows_of + at // 32] = most[0]
+
+    return main
+
+
 def by_tensor_cores(batch, together=False):
     """A product per program, of Blackwell's own kind, behind a barrier; `together`: two programs make one, each with
     half of the columns."""
@@ -79,6 +98,37 @@ def by_tensor_cores(batch, together=False):
             T.mbarrier_wait_parity(done, 0)
             T.copy(C_tmem, C_local)
             T.copy(C_local, C[bz, 0, 0])
+
+    return main
+
+
+def by_groups_of_threads(M, block=128):
+    """Some threads load blocks, others multiply them, and all wait for the sum."""
+
+    @T.prim_func
+    def main(A: T.Tensor((M, 128), "bfloat16"), B: T.Tensor((128, 64), "bfloat16"), C: T.Tensor((M, 64), "float32")):
+        with T.Kernel(M // block, threads=128) as bx:
+            A_shared = T.alloc_shared((block, 64), "bfloat16")
+            B_shared = T.alloc_shared((64, 64), "bfloat16")
+            C_tmem = T.alloc_tmem((block, 64), "float32")
+            C_local = T.alloc_fragment((block, 64), "float32")
+            loaded, consumed, done = T.alloc_barrier(32), T.alloc_barrier(1), T.alloc_barrier(1)
+            at = T.get_thread_binding()
+            if at < 32:
+                for k in T.serial(2):
+                    T.mbarrier_wait_parity(consumed, (k & 1) ^ 1)
+                    T.tma_copy(A[bx * block, k * 64], A_shared, barrier=loaded)
+                    T.tma_copy(B[k * 64, 0], B_shared, barrier=loaded)
+                    T.barrier_arrive(loaded)
+            elif at < 64:
+                for k in T.serial(2):
+                    T.mbarrier_wait_parity(loaded, k & 1)
+                    T.tcgen05_gemm(A_shared, B_shared, C_tmem, mbar=consumed, clear_accum=k == 0)
+                T.tcgen05_mma_arrive(done)
+            T.mbarrier_wait_parity(done, 0)
+            T.tcgen05_after_thread_sync()
+            T.copy(C_tmem, C_local)
+            T.copy(C_local, C[bx * block, 0])
 
     return main
 
@@ -139,14 +189,27 @@ def assert_same(local, expected):
     [
         (gemv_by_threads, {"A": {"x": 0}, "x": {}, "y": {"x": 0}}),
         (by_warps, {"A": {"x": 0}, "B": {"x": 0}}),
+        (by_rows_of_warps, {"A": {"x": 0}, "B": {"x": 0}, "best": {"x": 0}}),
         (by_tensor_cores, {"A": {"x": 0}, "B": {"x": 0}, "C": {"x": 0}}),
     ],
-    ids=["gemv", "warps", "tensor cores"],
+    ids=["gemv", "warps", "rows of warps", "tensor cores"],
 )
 def test_a_device_runs_the_kernel_of_its_rows(make, layouts):
     with machine(1):
         result = lowered(make(64), MESH, layouts, strict=True)
     assert_same(only_kernel(result), make(32))
+
+
+def test_a_device_runs_the_blocks_of_its_rows():
+    with machine(1):
+        result = lowered(by_groups_of_threads(512), MESH, {"A": {"x": 0}, "B": {}, "C": {"x": 0}}, strict=True)
+    assert_same(only_kernel(result), by_groups_of_threads(256))
+
+
+@pytest.mark.parametrize("layouts", [{"A": {"x": 1}}, {"B": {"x": 0}}])
+def test_what_groups_of_threads_hand_to_each_other_is_whole(layouts):
+    with machine(1), pytest.raises(mt.MeshTensorError, match="tl.mbarrier_wait_parity is not understood"):
+        lowered(by_groups_of_threads(512), MESH, layouts, strict=True)
 
 
 @pytest.mark.parametrize("beside", ["other programs", "its number", "a common place"])

@@ -10,8 +10,7 @@ import mesh_tensor as mt
 from kernels.matmul import matmul
 from mesh_tensor.base.machine import Machine, Memory, Roofline
 from mesh_tensor.program.from_kernel import lower_to_program
-from mesh_tensor.rules.kernel.cost import count_flops, flops_function, loaded_bytes
-from mesh_tensor.rules.kernel.loop_counts import unknown_extents
+from mesh_tensor.rules.kernel.cost import count_flops, flops_function, loaded_bytes, unknown_extents
 from mesh_tensor.rules.kernel.reader import read_kernel
 
 

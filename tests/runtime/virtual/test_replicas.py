@@ -8,7 +8,7 @@ import torch
 from mesh_tensor import Mesh
 from mesh_tensor.lowering.verify import VerificationError
 from mesh_tensor.program.steps import AllocStep, KernelStep
-from mesh_tensor.runtime.virtual.replicas import first_difference
+from mesh_tensor.runtime.virtual.operators import first_difference
 from tests.runtime.programs import axpy_kernel, kernel_of, local_axpy_kernel, program, value
 
 MESH = Mesh({"x": 2, "y": 2})

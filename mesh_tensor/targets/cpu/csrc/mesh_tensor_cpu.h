@@ -189,12 +189,19 @@ MT_UINT(uint64_t, uint64)
 MT_INLINE int32_t mt_popcount(uint64_t bits, int32_t) { return __builtin_popcountll(bits); }
 MT_INLINE int32_t mt_clz(uint64_t bits, int32_t width) { return bits ? __builtin_clzll(bits) - 64 + width : width; }
 
+// AMD's fetch the rows that are read ahead by themselves: asked to, they take a fifth longer.
+#if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+#define MT_FETCHES_READS 1
+#else
+#define MT_FETCHES_READS 0
+#endif
+
 // Asks for the memory of 32 elements. Nothing is read: the address may be anywhere.
 #define MT_PREFETCH(type, name) \
   MT_INLINE void mt_prefetch_##name(type *first, int32_t for_writing) { \
     for (size_t byte = 0; byte < 32 * sizeof(type); byte += 64) { \
       if (for_writing) __builtin_prefetch((const char *)first + byte, 1); \
-      else __builtin_prefetch((const char *)first + byte, 0); \
+      else if (!MT_FETCHES_READS) __builtin_prefetch((const char *)first + byte, 0); \
     } \
   }
 MT_PREFETCH(float, float32)
