@@ -14,6 +14,7 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.operator.aten import roll_call
 from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call, of_device_call
+from mesh_tensor.rules.operator.shape import reshape_call
 
 from .ir import Value
 from .manual import Axes, axes_in, leaves_devices, wrong_axes
@@ -223,7 +224,7 @@ class Devices:
     def _reshaped(self, value: Value, shape: Sequence[int]) -> Value:
         if tuple(shape) == value.type.shape:
             return value
-        return self._emit(lambda x: op.reshape(x, tuple(shape)), (value,))
+        return self._emit(lambda x: reshape_call(x, shape), (value,))
 
 
 def _named(layout: Sharding, dim: int) -> str:

@@ -238,3 +238,10 @@ def test_branches_by_device():
 def test_saved(tmp_path):
     mt.save_module(Nested, tmp_path / "module.json")
     check(mt.load_module(tmp_path / "module.json"), {"x": 2, "y": 2}, {}, (8, 4))
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((4, 0), 0), ((0, 4), 0), ((2, 4, 0), 1), ((4, 0), 1)])
+def test_tensors_without_elements(shape, dim):
+    check(manual_module(lambda emit, x: op.add(x, x), [shape], {"x": 2}, [{"x": dim}], {"x": dim}), {"x": 2}, {}, shape)
+    reduced = manual_module(lambda emit, x: comm.all_reduce(x, {"x": 2}), [shape], {"x": 2}, [{"x": dim}], {})
+    check(reduced, {"x": 2}, {}, shape)

@@ -101,3 +101,14 @@ def test_collectives(name, value, dim):
     run = mt.distribute_module(_module(CASES[name]), {"x": 2}, {value: {"x": dim}})
     kinds = [step.kind for step in run.program.steps if isinstance(step, CollectiveStep)]
     assert [kind for kind in kinds if kind != "slice"] == _COLLECTIVES[name, value, dim]
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_group_norm_without_channels(dim):
+    operands = torch.randn(2, 0, 3), torch.randn(0), torch.randn(0)
+    variables = [relax.Var(f"x{n}", relax.TensorStructInfo(t.shape, "float32")) for n, t in enumerate(operands)]
+    builder = relax.BlockBuilder()
+    with builder.function("main", variables):
+        builder.emit_func_output(builder.emit(relax.op.nn.group_norm(*variables, 2, 1, [2])))
+    run = mt.distribute_module(builder.get(), {"x": 2}, {"x0": {"x": dim}}, poison=True)
+    assert run(*operands).shape == (2, 0, 3)

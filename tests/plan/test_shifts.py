@@ -101,6 +101,13 @@ def test_shifted(name, mesh):
         assert str(result.sharding) == layout
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_nothing_is_turned_around(dim):
+    x = torch.randn(3, 0)
+    run = mt.distribute_module(module(lambda emit, x: op.flip(x, dim), x), {"x": 2}, {"p0": {"x": 1}}, poison=True)
+    assert run(x).shape == (3, 0)
+
+
 @pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}], ids=str)
 @pytest.mark.parametrize(
     ("begin", "end", "step", "rows"), [(1, 25, 1, 6), (2, 26, 1, 8), (0, 25, 2, 1), (25, 1, -1, 6), (25, 1, -2, 4)]

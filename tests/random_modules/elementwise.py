@@ -11,7 +11,7 @@ _SMOOTH = {"tanh": 1, "sigmoid": 1, "nn.gelu": None, "nn.silu": None, "erf": 1, 
 
 def unary(scene: Scene) -> None:
     """One operand; whole numbers stay so, or don't."""
-    a = scene.find(dtypes=(*FLOATS, "int32", "int64"))
+    a = scene.find(dtypes=(*FLOATS, "int32", "int64"), empty=True)
     if a is None:
         return
     keep = {"negative": a.bound, "abs": a.bound, "nn.relu": a.bound, "square": a.bound**2}
@@ -45,7 +45,7 @@ def root(scene: Scene) -> None:
 
 def binary(scene: Scene) -> None:
     """Two operands, one of them maybe broadcast."""
-    a = scene.find(dtypes=(*FLOATS, "int32", "int64"))
+    a = scene.find(dtypes=(*FLOATS, "int32", "int64"), empty=True)
     b = a and _partner(scene, a)
     if a is None or b is None:
         return
@@ -79,7 +79,7 @@ def compare(scene: Scene) -> None:
 
 def logical(scene: Scene) -> None:
     """Operators on bools."""
-    a = scene.find(dtypes=("bool",))
+    a = scene.find(dtypes=("bool",), empty=True)
     b = a and _partner(scene, a)
     if a is None or b is None:
         return
@@ -93,7 +93,7 @@ def logical(scene: Scene) -> None:
 
 def where(scene: Scene) -> None:
     """A choice, of operands that may be broadcast."""
-    a = scene.find(dtypes=(*FLOATS, "int32", "int64"))
+    a = scene.find(dtypes=(*FLOATS, "int32", "int64"), empty=True)
     b = a and _partner(scene, a)
     if a is None or b is None:
         return
@@ -108,7 +108,7 @@ def where(scene: Scene) -> None:
 
 def cast(scene: Scene) -> None:
     """To another dtype that holds the values."""
-    a = scene.find()
+    a = scene.find(empty=True)
     if a is None:
         return
     wanted = [d for d in EXACT if d not in (a.dtype, "bool") and a.bound <= EXACT[d] and (a.whole or d in FLOATS)]

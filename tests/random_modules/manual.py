@@ -18,7 +18,8 @@ def computation(scene: Scene, emit: Callable[[Scene], None], function_text: Text
     if not free or (scene.name != "main" and not scene.devices) or scene.shared.started > 4:
         return
     axes = [axis for axis in free if scene.chance(70)] or free[:1]
-    args = [a for a in dict.fromkeys(scene.find(ndim=1) for _ in range(scene.number(1, 2))) if a is not None]
+    found = [scene.find(ndim=1, empty=True) for _ in range(scene.number(1, 2))]
+    args = [a for a in dict.fromkeys(found) if a is not None]
     if not args:
         return
     layouts = [_layout(scene, a.shape, axes) for a in args]

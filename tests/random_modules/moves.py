@@ -8,7 +8,7 @@ from .scene import Scene, Value
 
 
 def permute_dims(scene: Scene) -> None:
-    a = scene.find(ndim=2)
+    a = scene.find(ndim=2, empty=True)
     if a is not None:
         order = list(range(a.ndim))
         scene.random.shuffle(order)
@@ -34,7 +34,7 @@ def reshape(scene: Scene) -> None:
 
 
 def expand_or_squeeze(scene: Scene) -> None:
-    a = scene.find()
+    a = scene.find(empty=True)
     if a is None:
         return
     ones = [d for d, size in enumerate(a.shape) if size == 1]
@@ -48,7 +48,7 @@ def expand_or_squeeze(scene: Scene) -> None:
 
 
 def broadcast_to(scene: Scene) -> None:
-    a = scene.find(ndim=1)
+    a = scene.find(ndim=1, empty=True)
     if a is not None:
         shape = [scene.size() if size == 1 else size for size in a.shape]
         shape = [scene.size()] * (len(shape) < 4 and scene.chance(50)) + shape
@@ -56,7 +56,7 @@ def broadcast_to(scene: Scene) -> None:
 
 
 def concat(scene: Scene) -> None:
-    a = scene.find(ndim=1)
+    a = scene.find(ndim=1, empty=True)
     if a is None:
         return
     axis = scene.number(0, a.ndim - 1)
@@ -138,7 +138,7 @@ def take(scene: Scene) -> None:
 
 def others(scene: Scene) -> None:
     """Less common ones."""
-    a = scene.find(ndim=1)
+    a = scene.find(ndim=1, empty=True)
     if a is None:
         return
     axis, times = scene.number(0, a.ndim - 1), scene.number(2, 3)
@@ -163,6 +163,6 @@ def others(scene: Scene) -> None:
 
 def same_elements(scene: Scene, a: Value, text: str, shape) -> Value | None:
     """Bind elements of `a` in another shape."""
-    if math.prod(shape) and scene.fits(a.bound, a.dtype, a.whole, shape):
+    if (math.prod(shape) or not a.elements) and scene.fits(a.bound, a.dtype, a.whole, shape):
         return scene.bind(text, shape, a.dtype, a.whole, a.bound)
     return None

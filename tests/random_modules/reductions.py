@@ -72,7 +72,7 @@ def gram(scene: Scene) -> None:
 
 def reduce(scene: Scene) -> None:
     """Along some dims, kept or not."""
-    a = scene.find(dtypes=(*FLOATS, "int32", "int64"), ndim=1)
+    a = scene.find(dtypes=(*FLOATS, "int32", "int64"), ndim=1, empty=True)
     if a is None:
         return
     axes = sorted(scene.some(range(a.ndim), 1, a.ndim))
@@ -82,6 +82,8 @@ def reduce(scene: Scene) -> None:
     bounds = {"sum": a.bound * count, "max": a.bound, "min": a.bound, "prod": a.bound ** min(count, 40)}
     if a.dtype == "float32":
         bounds |= {"mean": a.bound, "variance": a.bound**2}
+    if not a.elements:
+        bounds = {"sum": a.bound, "prod": a.bound}
     names = [name for name, bound in bounds.items() if scene.fits(bound, a.dtype, a.whole)]
     if not names:
         return

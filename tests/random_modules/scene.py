@@ -32,6 +32,10 @@ class Value:
         return len(self.shape)
 
     @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def is_float(self) -> bool:
         return self.dtype in FLOATS
 
@@ -103,12 +107,14 @@ class Scene:
 
     # -- values --------------------------------------------------------------------------------------------------
 
-    def find(self, *, dtypes: Sequence[str] = (), ndim: int = 0, whole: bool = False) -> Value | None:
-        """One of the last values, mostly."""
+    def find(
+        self, *, dtypes: Sequence[str] = (), ndim: int = 0, whole: bool = False, empty: bool = False
+    ) -> Value | None:
+        """One of the last values, mostly. `empty`: it may have no elements."""
         found = [
             v
             for v in self.values
-            if (not dtypes or v.dtype in dtypes) and v.ndim >= ndim and (v.whole or not whole)
+            if (not dtypes or v.dtype in dtypes) and v.ndim >= ndim and (v.whole or not whole) and (empty or v.elements)
         ]  # fmt: skip
         focus, self.focus = self.focus, None
         if focus in found:

@@ -31,7 +31,10 @@ def make_case(number: int) -> Case:
     shared = Shared(random, random.choice(_SIZES), random.random() < 0.5, favourites, mesh)
     scene = Scene(shared, "main")
     for _ in range(scene.number(1, 2)):
-        scene.parameter(scene.shape(1, 3), scene.pick(("float32",) * 8 + ("float16", "int32")))
+        shape = scene.shape(1, 3)
+        if number % 13 == 5:
+            shape = (*shape[1:], 0)
+        scene.parameter(shape, scene.pick(("float32",) * 8 + ("float16", "int32")))
     length, tries = scene.number(2, 11), 0
     while len(scene.lines) < length and tries < 40:
         emit(scene)

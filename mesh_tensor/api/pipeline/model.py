@@ -21,6 +21,7 @@ from mesh_tensor.pipelining.clock import hangs
 from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.pipelining.stages import check_state, cut
+from mesh_tensor.plan.ir import map_tree
 from mesh_tensor.runtime.ambient import undisturbed
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
 from mesh_tensor.runtime.ranks.alike import values_of
@@ -31,6 +32,7 @@ from mesh_tensor.targets.kernels import find_target
 from ..fragments import Options, StageFragments, Values
 from ..module_ports import whole
 from ..on_ranks import Turns
+from ..own_memory import in_own_memory
 from ..training_optimizer import LossScale
 from .carriers import Mailbox, RankCarrier
 from .checkpoints import Learned
@@ -285,7 +287,8 @@ class Pipeline(Learned):
         shares = [part.share for part in microbatches]
         parts = {name: [made[name, i] for i in range(len(shares))] for name in self._flow.returned}
         values = {name: self._results.merged(name, found, shares) for name, found in parts.items()}
-        results = self._flow.tree(values)
+        taken = set[int]()
+        results = map_tree(self._flow.tree(values), lambda tensor: in_own_memory(tensor, taken))
         if self._form is None:
             return results
         return self._form.result(results if isinstance(results, tuple) else [results])

@@ -45,7 +45,9 @@ def _group_norm(local: LocalCall) -> relax.Expr:
     """The tile has as many groups as it has channels for."""
     call = local.call
     channel, axes = call.axis(call.attr("channel_axis")), call.axes(call.attr("axes"))
-    groups = local.in_tiles[0][channel] * call.attr("num_groups") // call.inputs[0].shape[channel]
+    groups, size = call.attr("num_groups"), call.inputs[0].shape[channel]
+    if size:
+        groups = local.in_tiles[0][channel] * groups // size
     more = {name: call.attr(name) for name in ("epsilon", "center", "scale")}
     return relax.op.nn.group_norm(*local.args, groups, channel, list(axes), **more)
 

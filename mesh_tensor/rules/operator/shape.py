@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tvm import relax
+from tvm import ir, relax
 
 from .call import OpCall
 from .elementwise import broadcast_dims, dims_of
@@ -37,6 +37,11 @@ def to_tile(local: LocalCall) -> relax.Expr:
 def reshaped(x: relax.Expr, shape: Sequence[int], dtype: str) -> relax.Expr:
     """The elements of `x` in that shape; of none, new ones: to TVM a size of 0 is the one that was there."""
     return relax.op.zeros(relax.ShapeExpr(shape), dtype) if 0 in shape else relax.op.reshape(x, shape)
+
+
+def reshape_call(x: relax.Expr, shape: Sequence[int]) -> relax.Call:
+    """R.reshape of any sizes, in a graph: it has no text that is read again where one is 0."""
+    return relax.Call(ir.Op.get("relax.reshape"), [x, relax.ShapeExpr(shape)])
 
 
 def regroup(

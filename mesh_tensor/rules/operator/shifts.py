@@ -115,7 +115,10 @@ def _local_take(local: LocalCall, tile: relax.Expr, shape: Sequence[int], dim: i
 def flip(call: OpCall) -> OpRule:
     axis = call.axis(call.attr("axis"))
     given, made = _but(call, axis)
-    windows = {(0, axis): moved(call, 0, axis, call.inputs[0].shape[axis] - 1, -1)}
+    size = call.inputs[0].shape[axis]
+    if not size:
+        return OpRule((given,), (given,), linear=_ALL, moves=True)
+    windows = {(0, axis): moved(call, 0, axis, size - 1, -1)}
     return OpRule((given,), (made,), linear=_ALL, moves=True, windows=windows)
 
 

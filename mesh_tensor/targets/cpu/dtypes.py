@@ -33,6 +33,7 @@ from .exprs import (
 _FLOAT8 = ("float8_e4m3", "float8_e4m3fn", "float8_e5m2")
 _LOW = ("float16", "bfloat16", *_FLOAT8)
 _SMALL_INT = ("int8", "uint8", "int16", "uint16")
+_WIDE_INT = ("int32", "uint32", "int64", "uint64")
 _STORED_AS = {"float16": "uint16", "bfloat16": "uint16", "bool": "uint8"} | dict.fromkeys(_FLOAT8, "uint8")
 _FLOATS = (*_LOW, "float32", "float64")
 _SUPPORTED = frozenset((*_FLOATS, "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))))
@@ -138,10 +139,12 @@ class LegalExpr:
         if dtype in _LOW:
             if source == "float64" and dtype not in _FLOAT8:  # torch goes through float32 there
                 legal = _extern("float32", "mt_narrow_float64", legal)
-            return _rounded(legal if legal.dtype == "float32" else tirx.Cast("float32", legal), dtype)
+            return _rounded(legal if legal.dtype == "float32" else _to_float(legal, "float32"), dtype)
         if source in _FLOATS and dtype in (*_SMALL_INT, "uint32"):
             legal = tirx.Cast("int64" if dtype == "uint32" else "int32", legal)
-        return legal if legal.dtype == dtype else tirx.Cast(dtype, legal)
+        if legal.dtype == dtype:
+            return legal
+        return _to_float(legal, dtype) if dtype in _FLOATS else tirx.Cast(dtype, legal)
 
     def _binary(self, expr: tirx.PrimExpr) -> tirx.PrimExpr:
         kind, dtype = type(expr), expr.dtype
@@ -315,3 +318,10 @@ def _round_to(value: float, dtype: str) -> float:
 def pointer_type(dtype: str) -> ir.PointerType:
     """The type of a pointer to values of `dtype`."""
     return ir.PointerType(ir.PrimType(storage_dtype(dtype)))
+
+
+def _to_float(value: tirx.PrimExpr, dtype: str) -> tirx.PrimExpr:
+    """A number as one of these floats: of a whole one that was a float, g++ makes that float without its fraction."""
+    if value.dtype in _WIDE_INT and not isinstance(value, tirx.IntImm):
+        return _extern(dtype, f"mt_{dtype}_of_{value.dtype}", value)
+    return tirx.Cast(dtype, value)

@@ -175,7 +175,7 @@ class Structured(nn.Module):
     def forward(self, x):
         first = self.a(x)
         second = self.b(first.relu())
-        return {"out": second, "more": (first, {"mean": second.mean()}), "none": None}
+        return {"out": second, "more": (first, {"mean": second.mean()}), "none": None, "copy": second.clone()}
 
 
 @pytest.mark.parametrize("stages", [["a"], ["b"], {"m0": ["a"], "m1": ["b"]}])
@@ -190,6 +190,8 @@ def test_results_have_the_structure_of_the_models(stages):
     torch.testing.assert_close(got["out"], wanted["out"].detach())
     torch.testing.assert_close(got["more"][0], wanted["more"][0].detach())
     torch.testing.assert_close(got["more"][1]["mean"], wanted["more"][1]["mean"].detach())
+    got["out"].zero_()
+    torch.testing.assert_close(got["copy"], wanted["copy"].detach())
 
 
 def test_a_batch_norm_is_that_of_each_microbatch_where_that_is_stated():

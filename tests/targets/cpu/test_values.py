@@ -221,6 +221,19 @@ def test_casts_agree_with_torch(source):
         assert torch.equal(actual, x.to(torch_dtype(target))), target
 
 
+@pytest.mark.parametrize("source", FLOATS)
+def test_floats_without_their_fraction_are_no_negative_zero(source):
+    """What becomes of them through whole numbers, in one expression."""
+    x = torch.tensor([-0.3, -0.0, 0.0, 0.3, -0.9, -1.5, 2.7, -5.0]).to(torch_dtype(source))
+    for target in FLOATS:
+        names = [name for name in INTS if name != "uint8"]
+        found = run_all([lambda a, b=name, c=target: T.cast(T.cast(a, b), c) for name in names], [x], target)
+        for name, row in zip(names, found, strict=True):
+            expected = x.to(torch_dtype(name)).to(torch_dtype(target))
+            assert torch.equal(row, expected), name
+            assert torch.equal(row.signbit(), expected.signbit()), name
+
+
 def test_negative_floats_wrap_into_small_integers():
     x = torch.tensor([-1.5, 300.7, -129.0])
     assert run(lambda a: T.cast(a, "uint8"), [x], "uint8").tolist() == [255, 44, 127]

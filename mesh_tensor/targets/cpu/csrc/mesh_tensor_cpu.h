@@ -66,7 +66,22 @@ template <int Mantissa, int Bias> MT_INLINE uint32_t mt_round_float8(uint32_t ma
   return magnitude < smallest_normal ? subnormal : normal;
 }
 
+// A whole number as a float. Of one that was a float, as (float)(int)x, g++ makes trunc(x) where nothing traps, which is
+// -0 for some.
+template <typename To, typename Bits, typename From> MT_INLINE To mt_of_whole(From value) {
+  Bits bits = mt_bits<Bits>((To)value);
+  return mt_bits<To>(bits == (Bits)1 << (8 * sizeof(Bits) - 1) ? (Bits)0 : bits);
+}
+
 extern "C" {
+
+#define MT_OF_WHOLE(NAME)                                                                              \
+  MT_INLINE float mt_float32_of_##NAME(NAME##_t value) { return mt_of_whole<float, uint32_t>(value); } \
+  MT_INLINE double mt_float64_of_##NAME(NAME##_t value) { return mt_of_whole<double, uint64_t>(value); }
+MT_OF_WHOLE(int32)
+MT_OF_WHOLE(uint32)
+MT_OF_WHOLE(int64)
+MT_OF_WHOLE(uint64)
 
 // No infinity: all bits set is NaN, and what is too large becomes the largest number.
 MT_INLINE float mt_load_float8_e4m3fn(uint8_t bits) {
