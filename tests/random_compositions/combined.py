@@ -39,13 +39,15 @@ def product(scene: Scene, over: str) -> Carried:
     """`acc[m, n] += a[m, k] @ b[k, n]`."""
     acc = scene.buffer("acc", "mn")
     dtype = scene.pick(("float32", "float32", "float16"))
+    multiply, clears = scene.pick(("gemm", "gemm", "wgmma_gemm")), scene.chance(25)
 
     def step() -> None:
         operands = []
         for dims in ("mk", "kn"):
             operands.append(scene.buffer("p", dims, dtype, scope="shared"))
             filled(scene, operands[-1], dims)
-        scene.emit(f"T.gemm({operands[0]}, {operands[1]}, {acc})")
+        first = f", clear_accum={scene.places['k']} == {scene.pick((0, 0, 1))}" if clears else ""
+        scene.emit(f"T.{multiply}({operands[0]}, {operands[1]}, {acc}{first})")
 
     return Carried("mn", [acc], lambda: scene.emit(f"T.fill({acc}, {scene.pick(('0.0', '0.0', '1.0'))})"), step)
 
@@ -93,6 +95,8 @@ def online(scene: Scene, over: str) -> Carried:
     guard = scene.pick(("", "", "", "carried", "copied", "powers"))
     low = scene.buffer("low", over, scope="fragment") if guard == "copied" else m
     asked = before if twist == "guarded by another" else m
+    of_block, asks = scene.chance(25), scene.chance(35)
+    none = scene.pick((f"{at(total)} == 0.0", f"{at(total)} == 0.0", f"{at(acc)} == 0.0"))
 
     def power(text: str) -> str:
         return f"T.exp({text})" if exp == "exp" else f"T.exp2(({text}) * 1.44269504)"
@@ -104,13 +108,19 @@ def online(scene: Scene, over: str) -> Carried:
         scene.emit(f"T.fill({m}, {lowest})", f"T.clear({total})", f"T.clear({acc})")
 
     def end() -> None:
+        acc_of, total_of = f"{at(acc)} / {at(total)}", at(total)
+        if asks:
+            acc_of = f"T.if_then_else({none}, 0.5, {acc_of})"
+            total_of = f"T.if_then_else({none}, 1.0, {total_of})"
         with scene.block(*scene.loops(over)):
-            scene.emit(f"{at(acc)} = {at(acc)} / {at(total)}")
-            scene.emit(f"{at(total)} = T.log({at(total)}) + {at(m)}")
+            scene.emit(f"{at(wide)} = {at(m)} + T.log({total_of})", f"{at(acc)} = {acc_of}")
+            scene.emit(f"{at(total)} = {at(wide)}")
 
     def step() -> None:
         x = block(scene, over, lowest)
         scene.emit(f"T.copy({m}, {before})")
+        if of_block:
+            scene.emit(f"T.fill({m}, {lowest})")
         reduced(scene, "max", x, m, over, False)
         other = block(scene, over, lowest) if twist == "another" else x
         loops = scene.loops(over)

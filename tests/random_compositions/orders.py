@@ -33,6 +33,7 @@ LOOPS = (
     "back from the row",
     "on from the row",
     "named by a table",
+    "between numbers of a table",
 )
 
 
@@ -156,6 +157,9 @@ def walk(scene: Scene, dim: str) -> Iterator[str]:
         length = scene.number(1, blocks + 1)
         names = scene.param("blocks", [length], ["t"], "int32", below=blocks)
         place, headers = f"{names}[{var}]", [f"for {var} in T.serial({length})"]
+    elif kind == "between numbers of a table":
+        ends = scene.param("ends", [2], ["t"], "int32", below=blocks + 1)
+        headers = [f"for {var} in T.serial({scene.pick(('', '', f'{ends}[1] // 2, '))}{ends}[0])"]
     scene.places[dim] = place
     with scene.block(*headers):
         yield kind

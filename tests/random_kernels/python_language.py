@@ -123,7 +123,11 @@ def _fill(dst: Memory | Region, value: Any) -> None:
         region.memory[at] = value
 
 
-def _gemm(a: Memory, b: Memory, c: Memory, transpose_A: bool = False, transpose_B: bool = False) -> None:
+def _gemm(
+    a: Memory, b: Memory, c: Memory, transpose_A: bool = False, transpose_B: bool = False, clear_accum: bool = False
+) -> None:
+    if clear_accum:
+        c.array[...] = 0
     left = a.array.T if transpose_A else a.array
     right = b.array.T if transpose_B else b.array
     c.array[...] += left.astype(c.array.dtype) @ right.astype(c.array.dtype)
@@ -205,6 +209,7 @@ LANGUAGE = SimpleNamespace(
     fill=_fill,
     clear=lambda dst: _fill(dst, 0),
     gemm=_gemm,
+    wgmma_gemm=_gemm,
     cumsum=_cumsum,
     infinity=_infinity,
     min_value=lambda dtype: np.iinfo(dtype).min,

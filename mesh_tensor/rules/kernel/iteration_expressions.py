@@ -15,7 +15,7 @@ from mesh_tensor.tir.linear import vars_of
 from mesh_tensor.tir.nodes import loads
 from mesh_tensor.tir.rewrite import number
 
-from .coordinates import Coordinates
+from .coordinates import Coordinates, without_loads
 from .factors import Factor
 from .live_ranges import LiveRange
 from .lowest_values import LowestValues
@@ -103,7 +103,7 @@ class Expressions:
         if known is not None:
             return constant(float(known))
         if isinstance(expr, tirx.BufferLoad):
-            return self._load(self._access(expr, statement))
+            return self._load(self._access(expr, statement)) or self._looked_up(expr, statement)
         if isinstance(expr, tirx.Var) and self.keeps_its_value(expr):
             return self._expr(self.kernel.binds[expr], statement)
         if isinstance(expr, tirx.Cast) and is_float(expr.dtype):
@@ -121,6 +121,21 @@ class Expressions:
         if isinstance(expr, tirx.Div):
             return self._quotient(expr, statement)
         return self._stood_in_for(expr, statement) or self._kept(expr, statement) or self._independent(expr, statement)
+
+    def _looked_up(self, load: tirx.BufferLoad, statement: Statement) -> StateValue | None:
+        """What is loaded of a parameter that nothing writes, at places that data say: as they do, for every position or
+        for all of them. None where the place is made of anything else that says which iteration it is."""
+        places = [place for index in load.indices for place in self._all_loads(index)]
+        if not places or not self.kernel.keeps(load.buffer):
+            return None
+        if vars_of([without_loads(index) for index in load.indices], self.kernel.binds) & self._moving:
+            return None
+        if any(self.kernel.is_param(place.buffer) and not self.kernel.keeps(place.buffer) for place in places):
+            return None
+        values = [self._load(self._access(place, statement)) for place in places]
+        parts = [None if value is None else value.part for value in values]
+        levels = [part.level for part in parts if part is not None]
+        return independent(max(levels)) if len(levels) == len(parts) and Level.SUM not in levels else None
 
     def _stood_in_for(self, expr: tirx.PrimExpr, statement: Statement) -> StateValue | None:
         """A choice for where a running maximum is still the lowest value, so that nothing counts yet: a number in place

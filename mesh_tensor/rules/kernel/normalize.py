@@ -154,7 +154,8 @@ def _without_noops(body: tirx.Stmt) -> tirx.Stmt:
 
 def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """`KV[b, head // 16]` of one head is `KV[b, 0]` where there are 16: the loop over heads walks no dim of it. Where
-    blocks start is left: a block of 16 rows walks the only one, too."""
+    blocks start is left: a block of 16 rows walks the only one, too. `X[T.min(b * 16 + i, 63)]` is `X[b * 16 + i]`
+    where no block goes on behind 63."""
     analyzer, loops = Prover(), list(nodes(func.body, tirx.For))
     times = Counter(loop.loop_var for loop in loops)
     for loop in loops:
@@ -168,7 +169,9 @@ def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
             return None
         extents = blocks.get(node, [tirx.IntImm("int32", 1)] * len(node.indices))
         places = zip(node.indices, node.buffer.shape, extents, strict=True)
-        indices = [_plain(i, size, analyzer) if is_const(extent, 1) else i for i, size, extent in places]
+        indices = [
+            _unclamped(_plain(i, size, analyzer) if is_const(extent, 1) else i, analyzer) for i, size, extent in places
+        ]
         if all(new.same_as(old) for new, old in zip(indices, node.indices, strict=True)):
             return None
         return with_indices(node, indices)
@@ -180,6 +183,20 @@ def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
 def _plain(index: tirx.PrimExpr, size: tirx.PrimExpr, analyzer: Prover) -> tirx.PrimExpr:
     is_single = is_const(size, 1) and not isinstance(index, (tirx.IntImm, tirx.Ramp))
     return tirx.IntImm(index.dtype, 0) if is_single and analyzer.can_prove_equal(index, 0) else index
+
+
+def _unclamped(index: tirx.PrimExpr, analyzer: Prover) -> tirx.PrimExpr:
+    """The index without limits that it never reaches."""
+    if not nodes(index, tirx.Min, tirx.Max):
+        return index
+
+    def chosen(node: tirx.Min | tirx.Max) -> tirx.PrimExpr | None:
+        for one, other in ((node.a, node.b), (node.b, node.a)):
+            if analyzer.can_prove(one <= other if isinstance(node, tirx.Min) else one >= other):
+                return one
+        return None
+
+    return tirx.stmt_functor.ir_transform(tirx.Evaluate(index), None, chosen, ["tirx.Min", "tirx.Max"]).value
 
 
 def with_early_fills(func: tirx.PrimFunc) -> tirx.PrimFunc:
