@@ -150,13 +150,24 @@ class _Waiting:
 
     def _over(self, node: Node, atoms: Atoms, layouts: Layouts) -> frozenset[str]:
         rule = atoms.rules[node]
-        if len(node.inputs) == 1 and (rule.rule.moves or frozenset({0}) in rule.rule.linear):
-            return self.axes.get(node.inputs[0], frozenset())
+        waiting = [number for number, value in enumerate(node.inputs) if value in self.axes]
+        if len(waiting) == 1:
+            return self._handed_on(node, atoms, layouts, waiting[0])
         sums = {factor for factor, op in rule.reduced.items() if op == "sum"}
         if not sums:
             return frozenset()
         split = [self._split(layouts, value, dims, sums) for value, dims in zip(node.inputs, rule.inputs, strict=True)]
         return frozenset().union(*split)
+
+    def _handed_on(self, node: Node, atoms: Atoms, layouts: Layouts, waiting: int) -> frozenset[str]:
+        """The axes of the one operand that comes in parts, where the node hands these on: it is linear in that one,
+        which all devices multiply with the same, or moves it, and makes no more of it."""
+        rule, value = atoms.rules[node].rule, node.inputs[waiting]
+        axes, others = self.axes[value], [one for one in node.inputs if one is not value]
+        linear = frozenset({waiting}) in rule.linear or (rule.moves and not others)
+        whole = all(layouts.of[one].dim_of(axis) is None for one in others for axis in axes)
+        small = node.outputs[0].type.elements <= value.type.elements or not others
+        return axes if linear and whole and small else frozenset()
 
     @staticmethod
     def _split(layouts: Layouts, value: Value, factors: tuple[str | None, ...], sums: set[str]) -> frozenset[str]:

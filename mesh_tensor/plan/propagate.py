@@ -229,8 +229,11 @@ def _weights_and_inputs(graph: Graph, atoms: Atoms, stacked: bool = False) -> tu
             first = [n for n in places if node.inputs[n] not in root or led.get(root[node.inputs[n]]) is False]
             places = first or places
         leader = max(places, key=lambda position: _lead(rule, position))
-        for value in met:
-            led.setdefault(root[value], value is not node.inputs[leader])
+        for place, value in enumerate(node.inputs):
+            if value in root:
+                # As a loss's target, and what is compared with it.
+                alike = not rule.reduced and _lead(rule, place)[:-1] == _lead(rule, leader)[:-1]
+                led.setdefault(root[value], value is not node.inputs[leader] and not alike)
     found: tuple[list[Value], list[Value]] = ([], [])
     for value in graph.annotations:
         if value in root:

@@ -13,8 +13,9 @@ SHAPES = {"x": (6, 8), "w1": (8, 12), "w2": (12, 8), "w3": (8, 12), "w4": (12, 8
 STATED = {"w1": {"x": 1}, "w2": {"x": 0}, "w3": {"x": 1}, "w4": {"x": 0}}
 
 
-def side_by_side(order, dtype="float32", moved=False):
-    """Two products over a split dim, the residual and a bias, added in that order."""
+def side_by_side(order, dtype="float32", moved=False, gated=False):
+    """Two products over a split dim, the residual and a bias, added in that order; `gated`: each times a number per
+    row, as experts' results are."""
 
     def cast(emit, value):
         return value if dtype == "float32" else emit(op.astype(value, dtype))
@@ -24,6 +25,8 @@ def side_by_side(order, dtype="float32", moved=False):
         for name, first, second in (("p", w1, w2), ("q", w3, w4)):
             h = emit(op.nn.relu(emit(op.matmul(cast(emit, x), cast(emit, first)))))
             terms[name] = emit(op.matmul(h, cast(emit, second)))
+            if gated:
+                terms[name] = emit(op.multiply(emit(op.mean(x, 1, True)), terms[name]))
             if moved:
                 terms[name] = emit(op.reshape(emit(op.reshape(terms[name], (3, 2, 8))), (6, 8)))
         total = terms[order[0]]
@@ -37,6 +40,24 @@ def side_by_side(order, dtype="float32", moved=False):
 def check(mod, stated, mesh, expected):
     run = mt.distribute_module(mod, mesh, stated, poison=True)
     assert [kind for kind in kinds(run.plan) if kind != "slice"] == expected
+    inputs = [torch.randn(shape) for shape in SHAPES.values()]
+    torch.testing.assert_close(run(*inputs), mt.run_sequential(mod, inputs), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("order", ["xpq", "pbxq"])
+def test_one_collective_for_what_is_weighed(order):
+    check(side_by_side(order, gated=True), STATED, {"x": 2}, ["all_reduce"])
+
+
+def test_gates_that_are_split_as_the_parts_are():
+    """What devices have is multiplied with a part of what it is multiplied with: the sum is completed before."""
+
+    def build(emit, x, w1, w2, w3, w4, bias):
+        terms = [emit(op.matmul(emit(op.matmul(x, a)), b)) for a, b in ((w1, w2), (w3, w4))]
+        return emit(op.add(emit(op.add(emit(op.multiply(terms[0], bias)), x)), terms[1]))
+
+    mod = function(build, **SHAPES)
+    run = mt.distribute_module(mod, {"x": 2}, {**STATED, "bias": {"x": 0}}, poison=True)
     inputs = [torch.randn(shape) for shape in SHAPES.values()]
     torch.testing.assert_close(run(*inputs), mt.run_sequential(mod, inputs), rtol=1e-4, atol=1e-3)
 

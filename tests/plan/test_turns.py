@@ -74,3 +74,18 @@ def test_stated_results_stay():
     run = planned(Experts("stacked"), torch.randn(32, WIDTH), {**BOTH, result: {}})
     assert kinds(run.plan)[-1] == "all_reduce"
     assert kinds(planned(Experts("stacked"), torch.randn(32, WIDTH), {**BOTH, "x": {}}).plan) == ["all_reduce"]
+
+
+def test_positions_of_a_loss_s_target():
+    """A target is no weight, though it is split as weights are: activations are gathered and scattered, not weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    x, target = torch.randn(2, 2, 8, 16).unbind()
+    step = mt.training_step(model, F.mse_loss, (x, target), check=False)
+    stated = {"input": {"m": 1}, "target": {"m": 1}, "0.weight": {"m": 0}, "0.bias": {"m": 0}, "2.weight": {"m": 1}}
+    with machine(1):
+        run = mt.distribute_module(step, {"m": 2}, stated)
+    wanted = F.mse_loss(model(x), target).detach()
+    torch.testing.assert_close(run(x, target), wanted)
+    moved = [s.bytes for s in run.program.steps if getattr(s, "kind", "") in ("all_gather", "reduce_scatter")]
+    assert sum(moved) == 3 * x.nbytes // 2  # before the first layer, after the second, and its gradient
