@@ -64,8 +64,30 @@ def ids_that_mean_nothing(model, x, ids):
     return made, F.cross_entropy(x[known], ids[known].clamp(max=3))
 
 
+def edges_and_loops(model, x, edges, weights):
+    """As graph layers do it: loops of a graph are taken out, and one is added to each node, with its weight."""
+    others, loop = edges[0] != edges[1], weights.new_ones(6)
+    loop[edges[0][~others]] = weights[~others]
+    weights = torch.cat([weights[others], loop])
+    start, end = torch.cat([edges[:, others], torch.arange(6).expand(2, 6)], 1)
+    degree = torch.zeros(6).scatter_add(0, end, weights)
+    messages = model.layer(x)[start] * (weights / degree[end])[:, None]
+    most = torch.zeros(6).scatter_reduce(0, end, messages[:, 0], "amax", include_self=False)
+    scores = (messages[:, 0] - most[end]).exp()
+    weights[start == end] *= 2
+    return torch.zeros(6, 4).index_add(0, end, messages * (scores * weights)[:, None]), most
+
+
+def rows_of_known_number(model, x, ids):
+    y = model.table(ids.clamp(min=0))
+    y[ids < 0] = x[:2] + 0
+    y[(ids == 0)[:, None].expand(6, 4)] = x[4]
+    return y, x[ids < 0] + x[:2]
+
+
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(5))
 IDS = torch.tensor([3, -100, 0, 4, -100, 2])
+EDGES = torch.tensor([[0, 3, 2, 5, 1, 1, 0], [1, 3, 4, 5, 1, 0, 4]])
 
 
 @pytest.mark.parametrize(
@@ -77,6 +99,8 @@ IDS = torch.tensor([3, -100, 0, 4, -100, 2])
         (nothing_chosen, (X,)),
         (added_at_places, (X, IDS)),
         (ids_that_mean_nothing, (X, IDS)),
+        (edges_and_loops, (X, EDGES, torch.rand(7) + 0.5)),
+        (rows_of_known_number, (X, IDS)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -146,6 +170,42 @@ def test_rows_that_are_left_out_have_no_part_in_gradients(body, left_out):
     for layouts in ({}, {"layer.weight": {"x": 1}}, {module.mod["main"].params[0].name_hint: {"x": 0}}):
         _, gradients = mt.distribute_module(made, {"x": 2}, layouts, poison=True)(x)
         torch.testing.assert_close(gradients, expected)
+
+
+def test_gradients_of_edges_and_loops():
+    model, weights = Model(edges_and_loops), torch.rand(7) + 0.5
+    model.forward = lambda *given: model.body(model, *given)[0].square().sum()
+    given = X.clone().requires_grad_()
+    expected = torch.autograd.grad(model(given, EDGES, weights), [given, model.layer.weight])
+    module = mt.from_torch(torch.export.export(model, (X, EDGES, weights)))
+    x, edges, _ = (param.name_hint for param in module.mod["main"].params[:3])
+    made = mt.gradient(module, [x, "layer.weight"])
+    for layouts in ({x: {"x": 0}}, {edges: {"x": 1}, "layer.weight": {"x": 1}}):
+        _, gradients = mt.distribute_module(made, {"x": 2}, layouts, poison=True)(X, EDGES, weights)
+        torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", [6, -7])
+def test_places_of_chosen_rows_that_are_not_there_are_refused(place):
+    def body(model, x, places):
+        y, chosen = x.clone(), places != 0
+        y[places[chosen]] = x[chosen]
+        return y
+
+    places = torch.tensor([0, 5, -6, 0, 1, 0])
+    model = Model(body)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (X, places))), {"x": 2}, {})
+    torch.testing.assert_close(run(X, places), model(X, places))
+    places[1] = place
+    with pytest.raises(MeshTensorError, match="keep indices inside the dim"):
+        run(X, places)
+
+
+def test_more_rows_than_are_known_are_refused():
+    model = Model(rows_of_known_number)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (X, IDS))), {"x": 2}, {})
+    with pytest.raises(MeshTensorError, match="keep indices inside the dim"):
+        run(X, IDS - 1)
 
 
 @pytest.mark.parametrize(
