@@ -7,6 +7,7 @@ them so are imported, and run on all of them."""
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from .torch_decompositions import DecomposedProgram
 from .torch_known_rows import is_of_mask, known_rows
 from .torch_program import ASSERTIONS, depends_on_data
 from .torch_put_rows import without_rows
+from .torch_reduced_rows import running
 from .torch_row_by_row import is_smooth, keeps_rows
+from .torch_row_numbers import with_number
 from .torch_rows_graph import Along, Mask, OtherError, RowsGraph, args_of, is_open, rows_of, same, symbol_of, tensors_of
 from .torch_rows_of_rows import beside, chosen_again, is_beside, is_chosen_again
 
@@ -60,6 +63,7 @@ class _AllRows:
         self._program, self._to = program, RowsGraph(fake)
         self._place = self._to.place
         self._masks = self._to.masks
+        self._several: dict[torch.fx.Node, tuple[torch.fx.Node, ...]] = {}  # results, of old nodes that have several
         self._nowhere: set[torch.fx.Node] = set()  # old nodes that are False, whatever data says
         self._to.is_smooth = all(is_smooth(node) for node in program.graph.nodes if _has_rows(node))
 
@@ -88,7 +92,11 @@ class _AllRows:
         if isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat)) and free_unbacked_symbols(value):
             return  # what takes it, knows it
         along = {operand: dim for operand in node.all_input_nodes if (dim := rows_of(operand)) is not None}
-        if along:
+        if node.target is operator.getitem and args_of(node)[0] in self._several:
+            made = self._several[args_of(node)[0]][args_of(node)[1]]
+        elif (number := with_number(node, self._again, self._to)) is not None:
+            made = number
+        elif along:
             made = self._of_rows(node, along)
         elif is_of_mask(node):
             made = known_rows(node, self._to)
@@ -100,8 +108,12 @@ class _AllRows:
             made = self._again(node, args_of(node))
         else:
             raise OtherError
-        self._place[node] = made
-        if not all(self._fits(*pair) for pair in zip(tensors_of(made), tensors_of(node), strict=True)):
+        if isinstance(made, tuple):
+            self._several[node] = made
+        else:
+            self._place[node] = made
+        made = [one for each in (made if isinstance(made, tuple) else [made]) for one in tensors_of(each)]
+        if not all(self._fits(*pair) for pair in zip(made, tensors_of(node), strict=True)):
             raise OtherError
 
     def _fits(self, made: torch.Tensor, meant: torch.Tensor) -> bool:
@@ -164,7 +176,7 @@ class _AllRows:
 
     # What is done with them.
 
-    def _of_rows(self, node: torch.fx.Node, along: Along) -> torch.fx.Node:
+    def _of_rows(self, node: torch.fx.Node, along: Along) -> Any:
         masks = {operand: self._to.mask_of(tensors_of(operand)[0].shape[dim]) for operand, dim in along.items()}
         result = rows_of(node)
         if is_beside(node, result):
@@ -183,6 +195,8 @@ class _AllRows:
             return self._looked_up(node, along, mask, result)
         if node.target in _INDICES:
             return self._to.substituted(self._by_indices(node, along, mask), result, mask)
+        if set(along) == {args_of(node)[0]} and (made := running(node, result, mask, self._to)) is not None:
+            return made
         if not keeps_rows(node, along, result):
             raise OtherError
         return self._again(node, args_of(node))

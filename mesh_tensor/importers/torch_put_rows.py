@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .torch_reduced_rows import reduced
 from .torch_rows_graph import Along, Mask, OtherError, RowsGraph, args_of, same
 
 _aten = torch.ops.aten
@@ -15,15 +16,17 @@ _SCATTERS = (*(_aten.scatter_add.default, _aten.scatter_reduce.two, _aten.scatte
 _MEANS = (_aten.mean.default, _aten.mean.dim)
 
 
-def without_rows(node: torch.fx.Node, along: Along, mask: Mask, to: RowsGraph) -> torch.fx.Node:
-    """What an old node makes of rows together."""
+def without_rows(node: torch.fx.Node, along: Along, mask: Mask, to: RowsGraph) -> Any:
+    """What an old node makes of rows together; several results are a tuple."""
     if node.target is _aten.index_put.default:
         return _put(node, along, mask, to)
     if node.target in _SCATTERS:
         return _scattered(node, along, mask, to)
     first = args_of(node)[0]
-    if set(along) != {first} or node.target not in (*_SUMS, *_MEANS):
+    if set(along) != {first}:
         raise OtherError
+    if node.target not in (*_SUMS, *_MEANS):
+        return reduced(node, along[first], mask, to)
     kept = to.kept(to.place[first], along[first], mask)
     if node.target in _SUMS:
         return to.emit(node.target, kept, *args_of(node)[1:], **node.kwargs)

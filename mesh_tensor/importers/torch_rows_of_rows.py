@@ -43,8 +43,9 @@ def is_chosen_again(node: torch.fx.Node, along: Along) -> bool:
     if node.target not in (_aten.index.Tensor, _aten.index_put.default):
         return False
     x, (of, *more) = args_of(node)[:2]
-    value = None if of is None else of.meta["val"]
-    return not more and of in along and along.get(x) == 0 and value.dtype == torch.bool and value.dim() == 1
+    if more or of not in along or along.get(x) != 0:
+        return False
+    return of.meta["val"].dtype == torch.bool and of.meta["val"].dim() == 1
 
 
 def chosen_again(node: torch.fx.Node, masks: Mapping[torch.fx.Node, Mask], to: RowsGraph) -> torch.fx.Node:

@@ -78,6 +78,23 @@ def edges_and_loops(model, x, edges, weights):
     return torch.zeros(6, 4).index_add(0, end, messages * (scores * weights)[:, None]), most
 
 
+def rows_together(model, x):
+    h, flags = x[x[:, 0] > 0], x[x[:, 1] > 0] > 1
+    largest, where = h.max(0)
+    made = h.new_zeros(6, 4)
+    made[x[:, 0] > 0] = h.cumsum(0) + h.softmax(0) + h.log_softmax(0)
+    far = (h.var(0), h.std(), x[x > 0].std(), h[:, 0].argmin(), h.prod(0), h.amin(), h.amax((0, 1)))
+    return largest, where, made, flags.any(), flags.all(0), (h - torch.inf).max(0)[1], *far
+
+
+def numbers_of_data(model, x):
+    h, most = x[x[:, 0] > 0], x.abs().max().item()
+    total = h.sum(0) / h.shape[0] + (x > 0).sum().item() / x.abs()
+    made = torch.full((3,), most) * h.numel() + (most * 3 > x[0, :3])
+    loss = h.square().sum() / max(1, (x[:, 0] > 0).sum().item())
+    return total, made, loss, (x * 5).long() * h.shape[0] + (x.half() * most).float().round(), h.shape[0] - x
+
+
 def rows_of_known_number(model, x, ids):
     y = model.table(ids.clamp(min=0))
     y[ids < 0] = x[:2] + 0
@@ -99,6 +116,8 @@ EDGES = torch.tensor([[0, 3, 2, 5, 1, 1, 0], [1, 3, 4, 5, 1, 0, 4]])
         (nothing_chosen, (X,)),
         (added_at_places, (X, IDS)),
         (ids_that_mean_nothing, (X, IDS)),
+        (rows_together, (X,)),
+        (numbers_of_data, (X,)),
         (edges_and_loops, (X, EDGES, torch.rand(7) + 0.5)),
         (rows_of_known_number, (X, IDS)),
     ],
@@ -201,6 +220,30 @@ def test_places_of_chosen_rows_that_are_not_there_are_refused(place):
         run(X, places)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda model, x: model.layer(x[x[:, 0] > 0]).std(0).sum() / x[x[:, 0] > 0].shape[0],
+        lambda model, x: (model.layer(x[x[:, 0] > 0]).softmax(0) * x[x[:, 0] > 0]).amax(0).sum(),
+        lambda model, x: model.layer(x[x[:, 0] > 0]).prod() * (x > 0).sum().item(),
+    ],
+)
+def test_gradients_of_rows_together(body):
+    model, x = Model(body), X.clone()
+    x[x[:, 0] <= 0] = torch.nan
+    (expected,) = torch.autograd.grad(model(x), [model.layer.weight])
+    made = mt.gradient(mt.from_torch(torch.export.export(model, (x,))), ["layer.weight"])
+    _, (found,) = mt.distribute_module(made, {"x": 2}, {"layer.weight": {"x": 0}}, poison=True)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_largest_of_no_rows_is_refused():
+    model = Model(lambda model, x: (x[x > 0].max(), x[x > 0].any(), x[x > 0].std()))
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (X,))), {"x": 2}, {})
+    with pytest.raises(MeshTensorError, match="keep indices inside the dim"):
+        run(-X.abs())
+
+
 def test_more_rows_than_are_known_are_refused():
     model = Model(rows_of_known_number)
     run = mt.distribute_module(mt.from_torch(torch.export.export(model, (X, IDS))), {"x": 2}, {})
@@ -243,11 +286,10 @@ def test_ids_that_are_left_out_have_no_part_in_gradients(body, first):
     "body",
     [
         lambda model, x: x[x[:, 0] > 0].flip(0).sum(0),
-        lambda model, x: x[x[:, 0] > 0].cumsum(0).sum(0),
-        lambda model, x: x[x[:, 0] > 0].softmax(0).sum(0),
         lambda model, x: (h := x[x[:, 0] > 0]).T @ h,
-        lambda model, x: (h := x[x[:, 0] > 0]).sum(0) / h.shape[0],
-        lambda model, x: (h := x[x[:, 0] > 0]).new_full((h.shape[0], 4), h.shape[0]).sum(0),
+        lambda model, x: x[x[:, 0] > 0].sort(0)[0].sum(0),
+        lambda model, x: x.sum() / (1 / x[x[:, 0] > 0].shape[0]),
+        lambda model, x: torch.full((2,), 1 / x.abs().max().item()),
         lambda model, x: x.index_put((torch.where(x > 0)[0],), x[x > 0][:, None]),
         lambda model, x: x.index_put((torch.nonzero(x > 0)[:, :2],), torch.tensor(1.0), accumulate=True),
         lambda model, x: x[x[:, 0] > 0],
