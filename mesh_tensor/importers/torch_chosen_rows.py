@@ -77,7 +77,9 @@ class _AllRows:
                     raise OtherError
                 self._place[node] = self._copied(node)
         self._to.graph.eliminate_dead_code()
-        return DecomposedProgram(self._program, torch.fx.GraphModule(self._program.graph_module, self._to.graph))
+        graph = torch.fx.GraphModule(self._program.graph_module, self._to.graph)
+        chosen = [mask.count for mask in set(self._masks.values()) if not isinstance(mask.of, tuple)]
+        return DecomposedProgram(self._program, graph, chosen)
 
     def _copied(self, node: torch.fx.Node) -> torch.fx.Node:
         if any(operand not in self._place for operand in node.all_input_nodes):
