@@ -7,6 +7,7 @@ them so are imported, and run on all of them."""
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -14,10 +15,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_aggregate
 
 from .torch_decompositions import DecomposedProgram
+from .torch_known_rows import is_of_mask, known_rows
 from .torch_program import ASSERTIONS, depends_on_data
 from .torch_put_rows import without_rows
+from .torch_reduced_rows import running
 from .torch_row_by_row import is_smooth, keeps_rows
+from .torch_row_numbers import with_number
 from .torch_rows_graph import Along, Mask, OtherError, RowsGraph, args_of, is_open, rows_of, same, symbol_of, tensors_of
+from .torch_rows_of_rows import beside, chosen_again, is_beside, is_chosen_again
 
 _aten = torch.ops.aten
 _SIZED = {
@@ -43,7 +48,7 @@ def _has_rows(node: torch.fx.Node) -> bool:
 def with_all_rows(program: Any) -> Any:
     """The program, taken apart into operators, with all rows of those that masks choose; the program itself where
     there are none, or something else than the above is done with them."""
-    if not any(depends_on_data(node) for node in program.graph.nodes if node.op == "call_function"):
+    if not any(depends_on_data(n) or is_of_mask(n) for n in program.graph.nodes if n.op == "call_function"):
         return program
     try:
         return _AllRows(program).made()
@@ -57,9 +62,10 @@ class _AllRows:
         fake = next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
         self._program, self._to = program, RowsGraph(fake)
         self._place = self._to.place
-        self._masks: dict[Any, Mask] = {}  # by the symbol of how many rows they choose
+        self._masks = self._to.masks
+        self._several: dict[torch.fx.Node, tuple[torch.fx.Node, ...]] = {}  # results, of old nodes that have several
         self._nowhere: set[torch.fx.Node] = set()  # old nodes that are False, whatever data says
-        self._is_smooth = all(is_smooth(node) for node in program.graph.nodes if _has_rows(node))
+        self._to.is_smooth = all(is_smooth(node) for node in program.graph.nodes if _has_rows(node))
 
     def made(self) -> DecomposedProgram:
         """The program in which all rows are computed."""
@@ -71,7 +77,9 @@ class _AllRows:
                     raise OtherError
                 self._place[node] = self._copied(node)
         self._to.graph.eliminate_dead_code()
-        return DecomposedProgram(self._program, torch.fx.GraphModule(self._program.graph_module, self._to.graph))
+        graph = torch.fx.GraphModule(self._program.graph_module, self._to.graph)
+        chosen = [mask.count for mask in set(self._masks.values()) if not isinstance(mask.of, tuple)]
+        return DecomposedProgram(self._program, graph, chosen)
 
     def _copied(self, node: torch.fx.Node) -> torch.fx.Node:
         if any(operand not in self._place for operand in node.all_input_nodes):
@@ -86,8 +94,14 @@ class _AllRows:
         if isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat)) and free_unbacked_symbols(value):
             return  # what takes it, knows it
         along = {operand: dim for operand in node.all_input_nodes if (dim := rows_of(operand)) is not None}
-        if along:
+        if node.target is operator.getitem and args_of(node)[0] in self._several:
+            made = self._several[args_of(node)[0]][args_of(node)[1]]
+        elif (number := with_number(node, self._again, self._to)) is not None:
+            made = number
+        elif along:
             made = self._of_rows(node, along)
+        elif is_of_mask(node):
+            made = known_rows(node, self._to)
         elif not depends_on_data(node):
             made = self._copied(node)
         elif node.target in _CHOOSING:
@@ -96,8 +110,12 @@ class _AllRows:
             made = self._again(node, args_of(node))
         else:
             raise OtherError
-        self._place[node] = made
-        if not all(self._fits(*pair) for pair in zip(tensors_of(made), tensors_of(node), strict=True)):
+        if isinstance(made, tuple):
+            self._several[node] = made
+        else:
+            self._place[node] = made
+        made = [one for each in (made if isinstance(made, tuple) else [made]) for one in tensors_of(each)]
+        if not all(self._fits(*pair) for pair in zip(made, tensors_of(node), strict=True)):
             raise OtherError
 
     def _fits(self, made: torch.Tensor, meant: torch.Tensor) -> bool:
@@ -136,7 +154,7 @@ class _AllRows:
             if within > 1:
                 column = self._to.emit(_aten.div.Tensor_mode, number, within, rounding_mode="floor")
             columns.append(self._to.emit(_aten.remainder.Scalar, column, size) if dim else column)
-        return self._chosen(self._to.emit(_aten.stack.default, columns, -1), 0, mask)
+        return self._to.substituted(self._to.emit(_aten.stack.default, columns, -1), 0, mask)
 
     def _at_mask(self, node: torch.fx.Node) -> torch.fx.Node:
         """`x[mask]`, of leading dims or of those after some that are taken whole."""
@@ -147,7 +165,7 @@ class _AllRows:
         mask = self._mask(indices[first], node.meta["val"].shape[first])
         shape = x.meta["val"].shape
         rows = self._to.reshaped(self._place[x], (*shape[:first], mask.count, *shape[first + len(mask.shape) :]))
-        return self._chosen(rows, first, mask)
+        return self._to.substituted(rows, first, mask)
 
     def _elements(self, node: torch.fx.Node) -> torch.fx.Node:
         """`x.masked_select(mask)`, of a mask that is as large as x, or larger."""
@@ -156,32 +174,21 @@ class _AllRows:
         if torch.broadcast_shapes(x.meta["val"].shape, mask.shape) != mask.shape:
             raise OtherError
         rows = self._to.emit(_aten.expand.default, self._place[x], [*mask.shape])
-        return self._chosen(self._to.reshaped(rows, (mask.count,)), 0, mask)
-
-    def _chosen(self, rows: torch.fx.Node, dim: int, mask: Mask) -> torch.fx.Node:
-        """Rows along a dim that are chosen, with others in place of those that are not: what these hold may be NaN, and
-        what becomes of them infinite, which would be in gradients (0 times infinity). Where an operator on the way has
-        gradients that may be infinite, that is the first row that is chosen (if none is, a number at which logarithms,
-        roots and quotients are finite); else 0."""
-        if self._is_smooth:
-            return self._to.kept(rows, dim, mask)
-        flat = self._to.reshaped(mask.node, (mask.count,))
-        numbers = self._to.emit(_aten._to_copy.default, flat, dtype=torch.int64)
-        first = self._to.emit(_aten.argmax.default, numbers, 0, True)
-        other = self._to.emit(_aten.index_select.default, rows, dim, first)
-        dtype = rows.meta["val"].dtype
-        number = self._to.emit(_aten.scalar_tensor.default, 0.5 if dtype.is_floating_point else 1, dtype=dtype)
-        other = self._to.emit(_aten.where.self, self._to.emit(_aten.any.default, flat), other, number)
-        return self._to.kept(rows, dim, mask, other)
+        return self._to.substituted(self._to.reshaped(rows, (mask.count,)), 0, mask)
 
     # What is done with them.
 
-    def _of_rows(self, node: torch.fx.Node, along: Along) -> torch.fx.Node:
-        masks = {self._masks[symbol_of(tensors_of(operand)[0].shape[dim])] for operand, dim in along.items()}
-        if len(masks) != 1:
-            raise OtherError
-        (mask,) = masks
+    def _of_rows(self, node: torch.fx.Node, along: Along) -> Any:
+        masks = {operand: self._to.mask_of(tensors_of(operand)[0].shape[dim]) for operand, dim in along.items()}
         result = rows_of(node)
+        if is_beside(node, result):
+            beside(node, masks, self._to)
+            return self._again(node, args_of(node))
+        if is_chosen_again(node, along):
+            return chosen_again(node, masks, self._to)
+        if len(set(masks.values())) != 1:
+            raise OtherError
+        mask = next(iter(masks.values()))
         if result is None:
             return without_rows(node, along, mask, self._to)
         if (place := self._where_rows_stand(node)) is not None:
@@ -189,7 +196,9 @@ class _AllRows:
         if node.target is _aten.index.Tensor:
             return self._looked_up(node, along, mask, result)
         if node.target in _INDICES:
-            return self._chosen(self._by_indices(node, along, mask), result, mask)
+            return self._to.substituted(self._by_indices(node, along, mask), result, mask)
+        if set(along) == {args_of(node)[0]} and (made := running(node, result, mask, self._to)) is not None:
+            return made
         if not keeps_rows(node, along, result):
             raise OtherError
         return self._again(node, args_of(node))
@@ -224,9 +233,9 @@ class _AllRows:
         flat = all(index is not None and index.meta["val"].dim() == 1 for index in indices)
         known = flat and len(dims) == len(set(dims)) and None not in dims
         if known and shape[: len(dims)] == tuple(mask.shape[dim] for dim in dims):
-            return self._chosen(self._spread(self._place[x], dims, mask), 0, mask)
+            return self._to.substituted(self._spread(self._place[x], dims, mask), 0, mask)
         safe = [index if index is None else self._to.index(index, along, mask) for index in indices]
-        return self._chosen(self._to.emit(_aten.index.Tensor, self._place[x], safe), rows, mask)
+        return self._to.substituted(self._to.emit(_aten.index.Tensor, self._place[x], safe), rows, mask)
 
     def _spread(self, x: torch.fx.Node, dims: list[Any], mask: Mask) -> torch.fx.Node:
         """x, whose first dims are these of the mask: for each of the mask's elements, in their order."""

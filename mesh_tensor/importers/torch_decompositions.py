@@ -29,10 +29,13 @@ Table = Mapping[Any, Callable[..., Any]]
 
 
 class DecomposedProgram:
-    """An exported program with another graph."""
+    """An exported program with another graph. `chosen_rows`: of how many rows each mask chooses some, where all are
+    computed."""
 
-    def __init__(self, program: torch.export.ExportedProgram, graph_module: torch.fx.GraphModule) -> None:
-        self._program = program
+    def __init__(
+        self, program: torch.export.ExportedProgram, graph_module: torch.fx.GraphModule, chosen_rows: Sequence[int] = ()
+    ) -> None:
+        self._program, self.chosen_rows = program, tuple(chosen_rows)
         self.graph_module, self.graph = graph_module, graph_module.graph
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from tvm import ir, relax
 
 from mesh_tensor.annotations.annotate_module import SOURCE_NAMES_ATTR
 from mesh_tensor.annotations.names import renamed_parameters
-from mesh_tensor.plan.ir import STATE_ATTR
+from mesh_tensor.plan.ir import CHOSEN_ROWS_ATTR, STATE_ATTR
 from mesh_tensor.targets.dtypes import as_floats
 
 from .constants import Constants, Copy
@@ -47,7 +47,9 @@ def named(
     every = {**{path: new.get(name, name) for path, name in made.items()}, **names}
     every |= {weights[old]: new[same] for old, same in tied.items()}
     state = tuple(names[buffer.target] for buffer in written)
-    mod.update_func(mod.get_global_var("main"), _with_attributes(func, every, state))
+    mod.update_func(
+        mod.get_global_var("main"), _with_attributes(func, every, state, getattr(program, "chosen_rows", ()))
+    )
     params = {names[target]: as_floats(tensors[target].detach()) for target in names}
     parameters = {str(spec.target) for spec in specs if spec.kind == InputKind.PARAMETER}
     frozen = tuple(names[target] for target in names if target in parameters and not tensors[target].requires_grad)
@@ -64,9 +66,14 @@ def named(
     return ImportedModule(mod, params, every, state, unwritten, frozen, constants=constants)
 
 
-def _with_attributes(func: relax.Function, names: dict[str, str], state: tuple[str, ...]) -> relax.Function:
-    """The function without the weights' values; names of elsewhere, and which of its last results replace what."""
+def _with_attributes(
+    func: relax.Function, names: dict[str, str], state: tuple[str, ...], rows: Sequence[int]
+) -> relax.Function:
+    """The function without the weights' values; names of elsewhere, which of its last results replace what, and of how
+    many rows masks choose."""
     func = func.without_attr("params").with_attr(SOURCE_NAMES_ATTR, names)
+    if rows:
+        func = func.with_attr(CHOSEN_ROWS_ATTR, list(rows))
     if not state:
         return func
     count = len(func.ret_struct_info.fields) - len(state)

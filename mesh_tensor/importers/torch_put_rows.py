@@ -7,20 +7,26 @@ from typing import Any
 
 import torch
 
+from .torch_reduced_rows import reduced
 from .torch_rows_graph import Along, Mask, OtherError, RowsGraph, args_of, same
 
 _aten = torch.ops.aten
 _SUMS = (_aten.sum.default, _aten.sum.dim_IntList)
+_SCATTERS = (*(_aten.scatter_add.default, _aten.scatter_reduce.two, _aten.scatter.src, _aten.scatter.value),)
 _MEANS = (_aten.mean.default, _aten.mean.dim)
 
 
-def without_rows(node: torch.fx.Node, along: Along, mask: Mask, to: RowsGraph) -> torch.fx.Node:
-    """What an old node makes of rows together."""
+def without_rows(node: torch.fx.Node, along: Along, mask: Mask, to: RowsGraph) -> Any:
+    """What an old node makes of rows together; several results are a tuple."""
     if node.target is _aten.index_put.default:
         return _put(node, along, mask, to)
+    if node.target in _SCATTERS:
+        return _scattered(node, along, mask, to)
     first = args_of(node)[0]
-    if set(along) != {first} or node.target not in (*_SUMS, *_MEANS):
+    if set(along) != {first}:
         raise OtherError
+    if node.target not in (*_SUMS, *_MEANS):
+        return reduced(node, along[first], mask, to)
     kept = to.kept(to.place[first], along[first], mask)
     if node.target in _SUMS:
         return to.emit(node.target, kept, *args_of(node)[1:], **node.kwargs)
@@ -39,6 +45,39 @@ def _mean(node: torch.fx.Node, kept: torch.fx.Node, dim: int, mask: Mask, to: Ro
     return mean if wide == value.dtype else to.emit(_aten._to_copy.default, mean, dtype=value.dtype)
 
 
+def _scattered(node: torch.fx.Node, along: Along, mask: Mask, to: RowsGraph) -> torch.fx.Node:
+    """Rows of indices along the dim in which these say where values go."""
+    x, dim, index, values, *more = args_of(node)
+    dim %= x.meta["val"].dim()
+    own = isinstance(values, torch.fx.Node) and values in along
+    if x in along or along.get(index) != dim or (own and along[values] != dim):
+        raise OtherError
+    if node.target is _aten.scatter_add.default and own:
+        places, rows = to.index(index, along, mask), to.kept(to.place[values], dim, mask)
+        return to.emit(node.target, to.place[x], dim, places, rows)
+    size = x.meta["val"].shape[dim]
+    places = to.place[index]
+    past = to.emit(_aten.where.self, to.emit(_aten.ge.Scalar, places, size), _number(size + 1, to), places)
+    rows = to.kept(to.place[values], dim, mask) if own else to.place.get(values, values)
+
+    def put(longer: torch.fx.Node, past: torch.fx.Node) -> torch.fx.Node:
+        return to.emit(node.target, longer, dim, past, rows, *more, **node.kwargs)
+
+    return _with_one_more(x, dim, to.kept(past, dim, mask, _number(size, to)), put, to)
+
+
+def _with_one_more(x: torch.fx.Node, dim: int, places: torch.fx.Node, put: Any, to: RowsGraph) -> torch.fx.Node:
+    """What is put into x and one more place, at which rows go that the mask leaves out."""
+    size = x.meta["val"].shape[dim]
+    one = to.emit(_aten.slice.Tensor, to.place[x], dim, 0, 1)
+    made = put(to.emit(_aten.cat.default, [to.place[x], one], dim), places)
+    return to.emit(_aten.slice.Tensor, made, dim, 0, size)
+
+
+def _number(value: int, to: RowsGraph) -> torch.fx.Node:
+    return to.emit(_aten.scalar_tensor.default, value, dtype=torch.int64)
+
+
 def _put(node: torch.fx.Node, along: Along, mask: Mask, to: RowsGraph) -> torch.fx.Node:
     """`x[mask] = rows`, `x[rows] = ...`, or that added up."""
     x, indices, values, *more = args_of(node)
@@ -53,6 +92,8 @@ def _put(node: torch.fx.Node, along: Along, mask: Mask, to: RowsGraph) -> torch.
         raise OtherError
     shape = tuple(x.meta["val"].shape[first : first + len(dims)])
     if None in dims or len(set(dims)) < len(dims) or shape != tuple(mask.shape[dim] for dim in dims):
+        if not accumulate and len(indices) == 1:
+            return _put_at(node, along, mask, to)
         if not accumulate or first or not own:
             raise OtherError
         safe = [index if index is None else to.index(index, along, mask) for index in indices]
@@ -61,6 +102,23 @@ def _put(node: torch.fx.Node, along: Along, mask: Mask, to: RowsGraph) -> torch.
     if others and not accumulate:
         raise OtherError  # which of several rows stays isn't said
     return _put_in_place(to.place[x], dims, others, rows, own, rest, accumulate, mask, to)
+
+
+def _put_at(node: torch.fx.Node, along: Along, mask: Mask, to: RowsGraph) -> torch.fx.Node:
+    """`x[rows] = ...` at whole numbers, which may count from the end."""
+    x, (index,), values, *_ = args_of(node)
+    own, size = values in along, x.meta["val"].shape[0]
+    if index.meta["val"].dim() != 1 or index.meta["val"].dtype == torch.bool or not size:
+        raise OtherError
+    places = to.place[index]
+    from_end = to.emit(_aten.lt.Scalar, places, 0)
+    places = to.emit(_aten.where.self, from_end, to.emit(_aten.add.Scalar, places, size), places)
+    none = to.emit(
+        _aten.logical_or.default, *(to.emit(op, places, n) for op, n in ((_aten.lt.Scalar, 0), (_aten.ge.Scalar, size)))
+    )
+    places = to.kept(to.emit(_aten.where.self, none, _number(size + 1, to), places), 0, mask, _number(size, to))
+    rows = to.kept(to.place[values], along[values], mask) if own else to.place[values]
+    return _with_one_more(x, 0, places, lambda longer, at: to.emit(node.target, longer, [at], rows), to)
 
 
 def _dims(indices: Any, first: int, mask: Mask, to: RowsGraph) -> list[Any]:

@@ -77,7 +77,8 @@ _DIVISIONS = {
 }
 
 
-def _ndim(node: torch.fx.Node) -> int:
+def ndim(node: torch.fx.Node) -> int:
+    """Of how many dims the node's tensor is."""
     return node.meta["val"].dim()
 
 
@@ -90,19 +91,19 @@ def _leading(last: int) -> Keeps:
 
     def keeps(node: torch.fx.Node, along: Along, result: int) -> bool:
         first = args_of(node)[0]
-        return set(along) == {first} and along[first] < _ndim(first) - last
+        return set(along) == {first} and along[first] < ndim(first) - last
 
     return keeps
 
 
 def _before_last(node: torch.fx.Node, along: Along, result: int) -> bool:
-    return all(dim < _ndim(operand) - 2 for operand, dim in along.items())
+    return all(dim < ndim(operand) - 2 for operand, dim in along.items())
 
 
 def _matmul(node: torch.fx.Node, along: Along, result: int) -> bool:
     """Whatever is not summed over."""
     a, b = args_of(node)[-2:]
-    summed = {a: _ndim(a) - 1, b: max(_ndim(b) - 2, 0)}
+    summed = {a: ndim(a) - 1, b: max(ndim(b) - 2, 0)}
     return all(operand in summed and dim != summed[operand] for operand, dim in along.items())
 
 
@@ -114,7 +115,7 @@ def _over(position: int, default: Any = None) -> Keeps:
         if dims is None or dims == []:
             return False
         listed = dims if isinstance(dims, Sequence) else [dims]
-        return all(dim % _ndim(operand) != along[operand] for operand in along for dim in listed)
+        return all(dim % ndim(operand) != along[operand] for operand in along for dim in listed)
 
     return keeps
 

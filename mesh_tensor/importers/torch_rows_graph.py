@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +21,14 @@ class OtherError(Exception):
     """Rows are taken for something else."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mask:
-    """A mask of known shape in the new graph, and in the old one."""
+    """A mask of known shape in the new graph, and what it is of: a mask in the old one, or, of rows side by side, what
+    each part has (a number: as many rows, all of which are there), or, of rows that are chosen from chosen ones, the
+    mask of these and the old one."""
 
     node: torch.fx.Node
-    of: torch.fx.Node
+    of: torch.fx.Node | tuple[Mask | int | torch.fx.Node, ...]
     shape: tuple[int, ...]
 
     @property
@@ -36,13 +39,16 @@ class Mask:
 
 @dataclass(eq=False)
 class RowsGraph:
-    """The new graph. `place`: what old nodes are in it; `dims`: of old nodes that are where rows stand, along which dim
-    of the mask; `fake`: in which results' types are found."""
+    """The new graph. `place`: what old nodes are in it; `masks`: by how many rows they choose; `dims`: along which dim
+    of the mask old nodes are where rows stand; `fake`: in which results' types are found; `is_smooth`: whether
+    what is made of rows has finite gradients wherever these are finite."""
 
     fake: Any
     graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
     place: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     dims: dict[torch.fx.Node, int] = field(default_factory=dict)
+    masks: dict[Any, Mask] = field(default_factory=dict)
+    is_smooth: bool = False
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """A node that calls an operator."""
@@ -51,6 +57,16 @@ class RowsGraph:
             taken = torch.fx.map_arg((args, kwargs), lambda node: node.meta["val"])
             made.meta["val"] = target(*taken[0], **taken[1])
         return made
+
+    def item(self, value: torch.fx.Node, number: int) -> torch.fx.Node:
+        """One of an operator's results."""
+        made = self.graph.call_function(operator.getitem, (value, number))
+        made.meta["val"] = value.meta["val"][number]
+        return made
+
+    def flat(self, mask: Mask) -> torch.fx.Node:
+        """The mask in one dim."""
+        return self.reshaped(mask.node, (mask.count,))
 
     def reshaped(self, value: torch.fx.Node, shape: tuple[int, ...]) -> torch.fx.Node:
         """The value in a shape."""
@@ -67,6 +83,35 @@ class RowsGraph:
         chosen = self.reshaped(mask.node, (mask.count, *([1] * (value.dim() - dim - 1))))
         return self.chosen(chosen, rows) if other is None else self.emit(_aten.where.self, chosen, rows, other)
 
+    def substituted(self, rows: torch.fx.Node, dim: int, mask: Mask) -> torch.fx.Node:
+        """Rows along a dim that are chosen, with others in place of those that are not: what these hold may be NaN, and
+        what becomes of them infinite, which would be in gradients (0 times infinity). Where an operator on the way has
+        gradients that may be infinite, that is the first row that is chosen (if none is, a number at which logarithms,
+        roots and quotients are finite); else 0."""
+        if self.is_smooth:
+            return self.kept(rows, dim, mask)
+        flat = self.flat(mask)
+        numbers = self.emit(_aten._to_copy.default, flat, dtype=torch.int64)
+        first = self.emit(_aten.argmax.default, numbers, 0, True)
+        other = self.emit(_aten.index_select.default, rows, dim, first)
+        dtype = rows.meta["val"].dtype
+        number = self.emit(_aten.scalar_tensor.default, 0.5 if dtype.is_floating_point else 1, dtype=dtype)
+        other = self.emit(_aten.where.self, self.emit(_aten.any.default, flat), other, number)
+        return self.kept(rows, dim, mask, other)
+
+    def mask_of(self, size: Any) -> Mask:
+        """The mask that chooses as many rows."""
+        if (mask := self.masks.get(symbol_of(size))) is None:
+            raise OtherError
+        return mask
+
+    def known(self, symbol: Any, of: tuple[Mask | int | torch.fx.Node, ...]) -> Mask | None:
+        """The mask of these parts, if there is one; refused is another one of as many rows."""
+        known = next((mask for mask in self.masks.values() if mask.of == of), None)
+        if symbol in self.masks and self.masks[symbol] is not known:
+            raise OtherError
+        return known
+
     def chosen(self, where: torch.fx.Node, value: torch.fx.Node) -> torch.fx.Node:
         """The value where that is true, else 0."""
         zero = self.emit(_aten.scalar_tensor.default, 0, dtype=value.meta["val"].dtype)
@@ -79,12 +124,11 @@ class RowsGraph:
 
 
 def rows_of(node: torch.fx.Node) -> int | None:
-    """The dim of an old node's tensors that rows are along; None if there is none. Refused are several such dims, and
-    sizes made of more than one number."""
+    """The dim of an old node's tensors that rows are along; None if there is none. Refused are several such dims."""
     found = set()
     for tensor in tensors_of(node):
         dims = [dim for dim, size in enumerate(tensor.shape) if is_open(size)]
-        if len(dims) > 1 or any(symbol_of(tensor.shape[dim]) is None for dim in dims):
+        if len(dims) > 1:
             raise OtherError
         found.add(dims[0] if dims else None)
     if len(found) > 1:
@@ -110,8 +154,8 @@ def is_open(size: Any) -> bool:
 
 
 def symbol_of(size: Any) -> Any:
-    """The one symbol that a size is; None if it is made of more."""
-    return size.node.expr if isinstance(size, torch.SymInt) and size.node.expr.is_symbol else None
+    """What tells an open size from others: what it is made of. None of others."""
+    return size.node.expr if isinstance(size, torch.SymInt) else None
 
 
 def same(one: Any, other: Any, depth: int = 8) -> bool:

@@ -87,6 +87,8 @@ class Node:
 
 # A function attribute: the name of a parameter -> which result, counted from 0, replaces it in the next call.
 STATE_ATTR = "mesh_tensor_state"
+# A function attribute: how many rows each mask chooses from, of a function that computes all of them.
+CHOSEN_ROWS_ATTR = "mesh_tensor_chosen_rows"
 ANNOTATE, REDISTRIBUTE = "dist.annotate_sharding", "dist.redistribute"
 
 UNKNOWN_TIMES = 16  # a loop of which only data says how long it is
@@ -130,7 +132,7 @@ class Graph:
     result that replaces it in the next call, and lies as it. `stored`: parameters that are in another order than the
     caller's. `prices`: what plans of it are priced by; `decided`: by the names of what nodes give, what axes split
     in them, where they may, whatever is cheap. `loops`: by the scope that their nodes stand in. `manual`: the axes of
-    manual computations."""
+    manual computations. `chosen_rows`: of how many rows each mask chooses some, where all are computed."""
 
     name: str
     mesh: Mesh
@@ -144,6 +146,7 @@ class Graph:
     decided: Mapping[tuple[str, ...], Mapping[str, str]] = field(default_factory=dict)
     loops: dict[Scope, GraphLoop] = field(default_factory=dict)
     manual: frozenset[str] = frozenset()
+    chosen_rows: tuple[int, ...] = ()
 
     def values(self) -> list[Value]:
         """Every value once: parameters, then constants and results in order of appearance."""
@@ -198,6 +201,11 @@ class Graph:
         """The values that one operand is, and nothing else: the function does not return them."""
         results = set(leaves(self.result))
         return {value for value, users in self.uses().items() if len(users) == 1 and value not in results}
+
+
+def chosen_rows(func: relax.Function) -> tuple[int, ...]:
+    """Of how many rows each mask chooses some, in a function that computes all of them."""
+    return tuple(int(count) for count in (func.attrs or {}).get(CHOSEN_ROWS_ATTR, ()))
 
 
 def nodes_before(

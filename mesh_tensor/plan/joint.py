@@ -16,7 +16,7 @@ from mesh_tensor.rules.operator.call import plain, tensors_in
 from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, devices_call
 from mesh_tensor.rules.operator.rule import LocalCall
 
-from .ir import Graph, Node, Tree, Value
+from .ir import CHOSEN_ROWS_ATTR, Graph, Node, Tree, Value, chosen_rows
 from .manual import Axes
 
 
@@ -130,6 +130,8 @@ class Writer:
         names = source_names(relax_function(mod, function))
         if names:
             func = func.with_attr(SOURCE_NAMES_ATTR, names)
+        if rows := chosen_rows(relax_function(mod, function)):
+            func = func.with_attr(CHOSEN_ROWS_ATTR, list(rows))
         if self._hints:
             func = func.with_attr(HINTS_ATTR, self._hints)
         there = {binding.var.name_hint for binding in bindings} | {param.name_hint for param in joint.params}

@@ -14,7 +14,20 @@ from mesh_tensor.rules.operator.call import OpCall, op_call, tensor_infos, tenso
 from mesh_tensor.tir.plain_statements import with_contiguous_rows
 
 from .bindings import Bindings
-from .ir import ANNOTATE, STATE_ATTR, Graph, GraphLoop, Node, Scope, Scopes, Tree, Value, leaves, nodes_before
+from .ir import (
+    ANNOTATE,
+    STATE_ATTR,
+    Graph,
+    GraphLoop,
+    Node,
+    Scope,
+    Scopes,
+    Tree,
+    Value,
+    chosen_rows,
+    leaves,
+    nodes_before,
+)
 from .loop_reader import LoopReader
 from .loops import Recursion, recursion_of
 from .manual import Axes, Region, node_axes
@@ -44,6 +57,7 @@ def read_graph(
         )
     state, manual = _state(func, params, body), frozenset(reader.manual)
     graph = Graph(function, mesh, params, reader.nodes, body, reader.annotations, state, manual=manual)
+    graph.chosen_rows = chosen_rows(func)
     if reader.loops:
         # What rows of loops are put into is never made.
         taken = {*leaves(graph.result), *graph.annotations}

@@ -240,11 +240,24 @@ def _decisions(explicit: ExplicitGraph) -> Decisions:
     conflicts = [f"  {conflict}" for conflict in explicit.layouts.conflicts]
     head = (f"module function {graph.name} on {graph.mesh}",)
     orders = [f"  {v.name}: {o.parts} parts of {o.sections} along dim {o.dim}" for v, o in graph.stored.items()]
-    found = ((title, conflicts), ("weights that are stored in another order", orders))
+    found = (
+        (title, conflicts),
+        ("weights that are stored in another order", orders),
+        ("rows that masks choose", _chosen_rows(graph.chosen_rows)),
+    )
     sections = tuple((name, *lines) for name, lines in found if lines)
     boundary = list(_gathered_at_the_boundary(explicit))
     notes = (("gathered where it comes, or goes, in tiles", *boundary),) if boundary else ()
     return Decisions(head, sections, notes, tuple(form.name for form in explicit.params), _asked(explicit))
+
+
+def _chosen_rows(counts: tuple[int, ...]) -> list[str]:
+    """What is computed for them, beside what torch does: in a line."""
+    if not counts:
+        return []
+    masks = "1 mask" if len(counts) == 1 else f"{len(counts)} masks"
+    shared = f" (1 of {len(counts)}, where masks share rows out)" if len(counts) > 1 else ""
+    return [f"  {masks}: {sum(counts):,} rows are computed, of which torch computes those that are chosen{shared}"]
 
 
 def _asked(explicit: ExplicitGraph) -> dict[str, Sharding]:

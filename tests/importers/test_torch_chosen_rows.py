@@ -64,8 +64,47 @@ def ids_that_mean_nothing(model, x, ids):
     return made, F.cross_entropy(x[known], ids[known].clamp(max=3))
 
 
+def edges_and_loops(model, x, edges, weights):
+    """As graph layers do it: loops of a graph are taken out, and one is added to each node, with its weight."""
+    others, loop = edges[0] != edges[1], weights.new_ones(6)
+    loop[edges[0][~others]] = weights[~others]
+    weights = torch.cat([weights[others], loop])
+    start, end = torch.cat([edges[:, others], torch.arange(6).expand(2, 6)], 1)
+    degree = torch.zeros(6).scatter_add(0, end, weights)
+    messages = model.layer(x)[start] * (weights / degree[end])[:, None]
+    most = torch.zeros(6).scatter_reduce(0, end, messages[:, 0], "amax", include_self=False)
+    scores = (messages[:, 0] - most[end]).exp()
+    weights[start == end] *= 2
+    return torch.zeros(6, 4).index_add(0, end, messages * (scores * weights)[:, None]), most
+
+
+def rows_together(model, x):
+    h, flags = x[x[:, 0] > 0], x[x[:, 1] > 0] > 1
+    largest, where = h.max(0)
+    made = h.new_zeros(6, 4)
+    made[x[:, 0] > 0] = h.cumsum(0) + h.softmax(0) + h.log_softmax(0)
+    far = (h.var(0), h.std(), x[x > 0].std(), h[:, 0].argmin(), h.prod(0), h.amin(), h.amax((0, 1)))
+    return largest, where, made, flags.any(), flags.all(0), (h - torch.inf).max(0)[1], *far
+
+
+def numbers_of_data(model, x):
+    h, most = x[x[:, 0] > 0], x.abs().max().item()
+    total = h.sum(0) / h.shape[0] + (x > 0).sum().item() / x.abs()
+    made = torch.full((3,), most) * h.numel() + (most * 3 > x[0, :3])
+    loss = h.square().sum() / max(1, (x[:, 0] > 0).sum().item())
+    return total, made, loss, (x * 5).long() * h.shape[0] + (x.half() * most).float().round(), h.shape[0] - x
+
+
+def rows_of_known_number(model, x, ids):
+    y = model.table(ids.clamp(min=0))
+    y[ids < 0] = x[:2] + 0
+    y[(ids == 0)[:, None].expand(6, 4)] = x[4]
+    return y, x[ids < 0] + x[:2]
+
+
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(5))
 IDS = torch.tensor([3, -100, 0, 4, -100, 2])
+EDGES = torch.tensor([[0, 3, 2, 5, 1, 1, 0], [1, 3, 4, 5, 1, 0, 4]])
 
 
 @pytest.mark.parametrize(
@@ -77,6 +116,10 @@ IDS = torch.tensor([3, -100, 0, 4, -100, 2])
         (nothing_chosen, (X,)),
         (added_at_places, (X, IDS)),
         (ids_that_mean_nothing, (X, IDS)),
+        (rows_together, (X,)),
+        (numbers_of_data, (X,)),
+        (edges_and_loops, (X, EDGES, torch.rand(7) + 0.5)),
+        (rows_of_known_number, (X, IDS)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -117,10 +160,13 @@ def test_experts_of_a_split_batch_move_nothing_and_train():
     run = mt.distribute_module(module, {"x": 2}, {"x": {"x": 0}}, poison=True)
     torch.testing.assert_close(run(x), model(x).detach(), rtol=1e-4, atol=1e-5)
     assert "all_" not in run.explain()
+    line = "3 masks: 72 rows are computed, of which torch computes those that are chosen (1 of 3, where masks share"
+    assert line in run.explain() and line in run.explain(short=True)
 
     step = mt.training_step(copy.deepcopy(model), F.mse_loss, (x, x), optimizer="sgd", lr=1.0)
     run = mt.distribute_module(step, {"x": 3}, {"x": {"x": 0}}, poison=True)
     run(x, x)
+    assert line in run.explain()
     F.mse_loss(model(x), x).backward()
     for name, value in model.named_parameters():
         meant = value.detach() - value.grad
@@ -146,6 +192,66 @@ def test_rows_that_are_left_out_have_no_part_in_gradients(body, left_out):
     for layouts in ({}, {"layer.weight": {"x": 1}}, {module.mod["main"].params[0].name_hint: {"x": 0}}):
         _, gradients = mt.distribute_module(made, {"x": 2}, layouts, poison=True)(x)
         torch.testing.assert_close(gradients, expected)
+
+
+def test_gradients_of_edges_and_loops():
+    model, weights = Model(edges_and_loops), torch.rand(7) + 0.5
+    model.forward = lambda *given: model.body(model, *given)[0].square().sum()
+    given = X.clone().requires_grad_()
+    expected = torch.autograd.grad(model(given, EDGES, weights), [given, model.layer.weight])
+    module = mt.from_torch(torch.export.export(model, (X, EDGES, weights)))
+    x, edges, _ = (param.name_hint for param in module.mod["main"].params[:3])
+    made = mt.gradient(module, [x, "layer.weight"])
+    for layouts in ({x: {"x": 0}}, {edges: {"x": 1}, "layer.weight": {"x": 1}}):
+        _, gradients = mt.distribute_module(made, {"x": 2}, layouts, poison=True)(X, EDGES, weights)
+        torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", [6, -7])
+def test_places_of_chosen_rows_that_are_not_there_are_refused(place):
+    def body(model, x, places):
+        y, chosen = x.clone(), places != 0
+        y[places[chosen]] = x[chosen]
+        return y
+
+    places = torch.tensor([0, 5, -6, 0, 1, 0])
+    model = Model(body)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (X, places))), {"x": 2}, {})
+    torch.testing.assert_close(run(X, places), model(X, places))
+    places[1] = place
+    with pytest.raises(MeshTensorError, match="keep indices inside the dim"):
+        run(X, places)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda model, x: model.layer(x[x[:, 0] > 0]).std(0).sum() / x[x[:, 0] > 0].shape[0],
+        lambda model, x: (model.layer(x[x[:, 0] > 0]).softmax(0) * x[x[:, 0] > 0]).amax(0).sum(),
+        lambda model, x: model.layer(x[x[:, 0] > 0]).prod() * (x > 0).sum().item(),
+    ],
+)
+def test_gradients_of_rows_together(body):
+    model, x = Model(body), X.clone()
+    x[x[:, 0] <= 0] = torch.nan
+    (expected,) = torch.autograd.grad(model(x), [model.layer.weight])
+    made = mt.gradient(mt.from_torch(torch.export.export(model, (x,))), ["layer.weight"])
+    _, (found,) = mt.distribute_module(made, {"x": 2}, {"layer.weight": {"x": 0}}, poison=True)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_largest_of_no_rows_is_refused():
+    model = Model(lambda model, x: (x[x > 0].max(), x[x > 0].any(), x[x > 0].std()))
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (X,))), {"x": 2}, {})
+    with pytest.raises(MeshTensorError, match="keep indices inside the dim"):
+        run(-X.abs())
+
+
+def test_more_rows_than_are_known_are_refused():
+    model = Model(rows_of_known_number)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (X, IDS))), {"x": 2}, {})
+    with pytest.raises(MeshTensorError, match="keep indices inside the dim"):
+        run(X, IDS - 1)
 
 
 @pytest.mark.parametrize(
@@ -183,11 +289,10 @@ def test_ids_that_are_left_out_have_no_part_in_gradients(body, first):
     "body",
     [
         lambda model, x: x[x[:, 0] > 0].flip(0).sum(0),
-        lambda model, x: x[x[:, 0] > 0].cumsum(0).sum(0),
-        lambda model, x: x[x[:, 0] > 0].softmax(0).sum(0),
         lambda model, x: (h := x[x[:, 0] > 0]).T @ h,
-        lambda model, x: (h := x[x[:, 0] > 0]).sum(0) / h.shape[0],
-        lambda model, x: (h := x[x[:, 0] > 0]).new_full((h.shape[0], 4), h.shape[0]).sum(0),
+        lambda model, x: x[x[:, 0] > 0].sort(0)[0].sum(0),
+        lambda model, x: x.sum() / (1 / x[x[:, 0] > 0].shape[0]),
+        lambda model, x: torch.full((2,), 1 / x.abs().max().item()),
         lambda model, x: x.index_put((torch.where(x > 0)[0],), x[x > 0][:, None]),
         lambda model, x: x.index_put((torch.nonzero(x > 0)[:, :2],), torch.tensor(1.0), accumulate=True),
         lambda model, x: x[x[:, 0] > 0],
