@@ -16,6 +16,7 @@ from tilelang.language.eager.builder import Builder
 from tvm import ir, tirx
 
 from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refuse, shown
+from mesh_tensor.base.recent import made_once
 from mesh_tensor.base.sharding import ceildiv
 from mesh_tensor.tir.nodes import function_name, int_or
 from mesh_tensor.tir.plain_statements import with_contiguous_rows
@@ -26,6 +27,7 @@ from .annotation import BufferAnnotation, is_int
 _SIZES = 'annotate(f, mesh, shardings, sizes={"M": 128, ...})'
 _OUT_IDX_ATTR = "tilelang_out_idx"
 _MODULES = {"ExportedProgram", "ImportedModule", "TrainingStep"}
+_RECENT = 64  # kernels whose sizes were looked at
 
 
 def check_kernel(func: Any) -> tirx.PrimFunc:
@@ -54,14 +56,18 @@ def check_kernel(func: Any) -> tirx.PrimFunc:
 
 
 def _refuse_negative(func: tirx.PrimFunc) -> None:
-    problems = [
-        f"parameter {buffer.name!r} has the shape {shown([int_or(size, str(size)) for size in buffer.shape])}"
-        for buffer in func.buffer_map.values()
-        if any(int_or(size, 0) < 0 for size in buffer.shape)
-    ]
-    if problems:
+    if problems := _negative(func.buffer_map):
         where, fix = f"kernel {function_name(func)!r}", "make the kernel for sizes that leave something"
         refuse(problems, where=where, why="no size is below 0", fix=fix)
+
+
+@made_once(_RECENT)
+def _negative(parameters: Mapping[tirx.Var, tirx.Buffer]) -> list[str]:
+    return [
+        f"parameter {buffer.name!r} has the shape {shown([int_or(size, str(size)) for size in buffer.shape])}"
+        for buffer in parameters.values()
+        if any(int_or(size, 0) < 0 for size in buffer.shape)
+    ]
 
 
 def of_jit(func: Any, sizes: Mapping[str, Any] | None) -> Any:

@@ -11,11 +11,13 @@ from tvm import tirx
 from mesh_tensor.annotations.module_annotations import Annotation
 from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.recent import made_once
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.window import Reaches
 from mesh_tensor.rules.kernel.cost import flops_of
 from mesh_tensor.rules.kernel.factors import Factor, tile_extent
+from mesh_tensor.rules.kernel.normalize import ANALYSES
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.operator.call import OpCall
 
@@ -25,6 +27,8 @@ from .ir import Graph, Node, Value
 from .prices import PRICES, Prices
 from .propagate import propagate
 from .tir_rule import Sizes, known_size, rule_of_analysis, typical_size
+
+_flops = made_once(ANALYSES)(flops_of)  # the same in all layouts
 
 
 @dataclass(eq=False)
@@ -147,7 +151,7 @@ class KernelDecision:
         inputs, outputs = tuple(values[: len(self.inputs)]), tuple(values[len(self.inputs) :])
         operands = [value.variable() for value in inputs]
         call = OpCall("call_tir", operands, tuple(v.type for v in inputs), tuple(v.type for v in outputs))
-        node = Node(call, inputs, outputs, (), "kernel", self.analysis.kernel.func, flops_of(self.analysis.kernel))
+        node = Node(call, inputs, outputs, (), "kernel", self.analysis.kernel.func, _flops(self.analysis.kernel))
         stated = {v: Annotation(self.asked[v.name]) for v in values if v.name in self.asked}
         graph = Graph("kernel", self.mesh, list(inputs), [node], outputs, stated)
         atoms = find_atoms(graph, {node: rule})

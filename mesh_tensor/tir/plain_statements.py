@@ -3,6 +3,7 @@ statements that say all that they compute."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tilelang.transform import LegalizeNegativeIndex
@@ -11,6 +12,7 @@ from tvm.error import InternalError
 
 from mesh_tensor.base.dtypes import dtype_bits
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.recent import made_once
 
 from .effects import LEAVES_ITERATION, LEAVES_KERNEL, op_name, pointers, side_effect, written
 from .memory import is_compact, row_strides
@@ -20,6 +22,7 @@ from .rewrite import cast, exchange_buffers, sequence, statements, with_indices,
 
 _CHEAP = ("tirx.if_then_else",)
 _COUNTERS = ("int32", "int64")
+_RECENT = 64  # kernels of which it is kept what their parameters are like
 
 
 def with_values_in_place(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -205,15 +208,22 @@ def with_contiguous_rows(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The function, with parameters whose rows are contiguous, from their first element on; it stays as it is where
     other buffers are views of such memory, which are refused when they are read. Refused where a variable is the stride
     of several parameters that would need different ones."""
-    analyzer = Prover()
-    others = {b: _contiguous(b) for b in func.buffer_map.values() if not _is_contiguous(b, analyzer)}
+    others = _made_contiguous(func.buffer_map)
     if not others or _has_views(func, others):
         return func
-    strides = _strides(func, others, analyzer)
+    strides = _strides(func, others, Prover())
     buffers = {param: others.get(buffer, buffer) for param, buffer in func.buffer_map.items()}
     body = tirx.stmt_functor.substitute(exchange_buffers(func.body, others), strides)
     params = [param for param in func.params if param not in strides]
     return tirx.PrimFunc(params, body, func.ret_type, buffers, func.attrs)
+
+
+@made_once(_RECENT)
+def _made_contiguous(parameters: Mapping[tirx.Var, tirx.Buffer]) -> dict[tirx.Buffer, tirx.Buffer]:
+    """By those parameters that are not in contiguous rows, the same in such rows. Annotating a kernel leaves it this
+    map, and its layouts are many."""
+    analyzer = Prover()
+    return {buffer: _contiguous(buffer) for buffer in parameters.values() if not _is_contiguous(buffer, analyzer)}
 
 
 def _is_contiguous(buffer: tirx.Buffer, analyzer: Prover) -> bool:

@@ -12,7 +12,7 @@ different lengths, both are taken apart. The rest of the compiler sees plain dim
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -204,19 +204,23 @@ def _shared(a: Linear, b: Linear) -> tuple[int, int] | None:
 def _walked(kernel: Kernel) -> dict[Dim, list[Linear]]:
     """The coordinates in which parameters' dims are walked, on chip, too, where a buffer holds all of one."""
     found: dict[Dim, list[Linear]] = {}
-    copies = _copies(kernel)
+    copies, single = _copies(kernel), _single(kernel)
     for statement in kernel.statements:
         for access in statement.accesses:
             for dim, form in enumerate(access.forms):
                 of = (access.buffer.name, dim) if kernel.is_param(access.buffer) else copies.get((access.buffer, dim))
-                if of is not None and form is not None and (walked := _without_single(kernel, form)).terms:
+                if of is not None and form is not None and (walked := _without(single, form)).terms:
                     found.setdefault(of, []).append(walked)
     return found
 
 
-def _without_single(kernel: Kernel, form: Linear) -> Linear:
-    """The coordinate without loops of one iteration, as those over blocks as long as a chunk."""
-    single = {loop.var for loop in kernel.loops.values() if is_const(loop.min, 0) and is_const(loop.extent, 1)}
+def _single(kernel: Kernel) -> set[tirx.Var]:
+    """The loops of one iteration, as those over blocks as long as a chunk."""
+    return {loop.var for loop in kernel.loops.values() if is_const(loop.min, 0) and is_const(loop.extent, 1)}
+
+
+def _without(single: Set[tirx.Var], form: Linear) -> Linear:
+    """The coordinate without these loops."""
     if single.isdisjoint(form.terms):
         return form
     return Linear({var: step for var, step in form.terms.items() if var not in single}, form.const)
