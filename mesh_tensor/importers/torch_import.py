@@ -40,7 +40,7 @@ from .torch_program import (
     written_buffers,
 )
 from .torch_sizes import in_tir, sizes_of, symbols_of
-from .torch_ways_out import FIX, NAMESPACES, namespace, ways_out
+from .torch_ways_out import FIX, NAMESPACES, namespace, ways_out, ways_out_of_data
 
 
 @uncollected
@@ -182,6 +182,10 @@ class _Importer(ExportedProgramImporter):
             )
         return self._open
 
+    def _has_open_sizes(self) -> bool:
+        given = (place.meta.get("val") for place in self._main.graph.find_nodes(op="placeholder"))
+        return any(isinstance(size, torch.SymInt) for one in given for size in getattr(one, "shape", ()))
+
     def _is_known(self, node: torch.fx.Node) -> bool:
         """Operators are known by name; others' that are called as one of torch's are not meant."""
         if op_name(node) in COLLECTIVES:
@@ -201,11 +205,12 @@ class _Importer(ExportedProgramImporter):
         ]
         of_data = [node for node in calls if depends_on_data(node)]
         if of_data:
+            users = [user for node in of_data for user in node.users]
             refuse(
                 list(dict.fromkeys(f"{_op(node)} gives what depends on data ({_where(node)})" for node in of_data[:8])),
                 where="the exported program",
                 why="sizes, and numbers that are read out of tensors (.item(), .tolist()), have to be known ahead",
-                fix="use torch.where instead of indexing by masks, and tensors instead of numbers",
+                fix=ways_out_of_data(of_data, users, self._has_open_sizes()),
             )
         unknown = [node for node in unknown if node not in random]
         problems = [f"{_op(node)} is not known ({_where(node)})" for node in unknown]

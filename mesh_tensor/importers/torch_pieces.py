@@ -60,7 +60,7 @@ def _embedding_bag(
     The other results, which are what torch keeps for its gradient, are none. Gradients of maxima of bags of different
     sizes, and of those that count how often an index comes, are torch's own: these are not taken apart."""
     padding = padding_idx if padding_idx is None or padding_idx >= 0 else weight.shape[0] + padding_idx
-    if scale_grad_by_freq or (mode == _MAX_OF_BAG and isinstance(offsets, Tensor)):
+    if scale_grad_by_freq or (mode == _MAX_OF_BAG and isinstance(offsets, Tensor) and not include_last_offset):
         begins = offsets if isinstance(offsets, Tensor) else torch.arange(0, indices.shape[0], offsets)
         options = scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset
         return _aten._embedding_bag_forward_only.default(  # type: ignore[no-any-return]
@@ -97,12 +97,32 @@ def _uneven_bags(
     places = torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype)
     bags = torch.bucketize(places, offsets, right=True) - 1
     count = offsets.shape[0] - include_last_offset
+    if mode == _MAX_OF_BAG:
+        return _most(rows, counted, bags, count)
     here = rows if counted is None else torch.where(counted[:, None], rows, 0)
     total = rows.new_zeros((count, rows.shape[1])).index_add(0, bags, here)
     if mode != _MEAN_OF_BAG:
         return total
     ones = rows.new_ones(rows.shape[0]) if counted is None else counted.to(rows.dtype)
     return total / rows.new_zeros(count).index_add(0, bags, ones).clamp_min(1)[:, None]
+
+
+def _most(rows: Tensor, counted: Tensor | None, bags: Tensor, count: int) -> Tensor:
+    """Maxima in bags, whose gradient is that of the first that is as large; 0 in those that have nothing."""
+    here = rows if counted is None else torch.where(counted[:, None], rows, -torch.inf)
+    none, bag = rows.new_zeros((count, rows.shape[1])), bags[:, None].expand_as(rows)
+    most = none.scatter_reduce(0, bag, here.detach(), "amax", include_self=False)
+    size = rows.shape[0]
+    places = torch.arange(size, device=rows.device)[:, None].expand_as(rows)
+    places = torch.where(here == most.index_select(0, bags), places, size)
+    first = torch.full_like(most, size, dtype=torch.int64).scatter_reduce(0, bag, places, "amin")
+    if type(size) is int and not size:
+        return most
+    most = torch.where(first < size, here.gather(0, first.clamp(max=size - 1)), most)
+    if counted is None:
+        return most
+    some = rows.new_zeros(count).index_add(0, bags, counted.to(rows.dtype))[:, None] > 0
+    return torch.where(some, most, 0)
 
 
 def _of_padding_from_0(*given: Any) -> tuple[Tensor, ...]:

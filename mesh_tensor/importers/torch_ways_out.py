@@ -35,6 +35,37 @@ _WAYS_OUT = {
 _WAYS_OUT["auto_functionalized_v2"] = _WAYS_OUT["auto_functionalized"]
 
 
+_OF_DATA = {
+    "repeat_interleave": "say how long it is: repeat_interleave(counts, output_size=...)",
+    "nonzero": "take as many places as there may be: torch.nonzero_static(mask, size=...)",
+    "_unique2": "number what may come ahead, and count it with one_hot(x, n).sum(0)",
+    "unique_consecutive": "number what may come ahead, and count it with one_hot(x, n).sum(0)",
+    "bincount": "count with torch.nn.functional.one_hot(x, n).sum(0)",
+    "_local_scalar_dense": "keep numbers that are read by .item() or .tolist() in tensors where they say sizes or"
+    " branches, or give them as constants",
+    "sort": "sort all of x, with those that are not chosen filled: x.masked_fill(~mask, inf).sort()",
+    "topk": "take the largest of all of x, with those that are not chosen filled: x.masked_fill(~mask, -inf).topk(k)",
+}
+_OF_MASKS = "use torch.where(mask, x, 0) instead of x[mask]"
+_OPEN = "masks of open sizes choose nothing: export the program with known sizes"
+
+
+def ways_out_of_data(nodes: Sequence[torch.fx.Node], users: Sequence[torch.fx.Node], is_open: bool) -> str:
+    """What may be done about sizes and numbers that data say, and those that use them. `is_open`: whether the program
+    has open sizes."""
+    names = [_operator(node) for node in (*nodes, *users)]
+    found = [_OF_DATA[name] for name in names if name in _OF_DATA]
+    if any(_operator(node) in ("index", "masked_select") for node in nodes):
+        found.append(_OF_MASKS)
+    if is_open:
+        found.append(_OPEN)
+    return "; ".join(dict.fromkeys(found)) or f"{_OF_MASKS}, and tensors instead of numbers"
+
+
+def _operator(node: torch.fx.Node) -> str:
+    return str(getattr(node.target, "__name__", "")).partition(".")[0]
+
+
 def ways_out(unknown: Sequence[torch.fx.Node], random: Sequence[torch.fx.Node]) -> str:
     """What may be done about operators that are not known, and random ones."""
     found = [_way_out(node) for node in unknown] + [_RANDOM for _ in random]

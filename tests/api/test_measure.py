@@ -10,8 +10,8 @@ from tvm import relax
 import mesh_tensor as mt
 from kernels.matmul import matmul
 from kernels.softmax import softmax
-from mesh_tensor.api import kernel_classes, probe_models, probes
 from mesh_tensor.api import machine as measure
+from mesh_tensor.api import probe_models, probes
 from mesh_tensor.base.machine import Machine, Memory
 from tests.runtime.programs import add_one_kernel as add_one
 
@@ -55,7 +55,7 @@ def machine():
 def test_a_machine_comes_out(machine):
     assert machine.processors >= 1
     assert machine.busy == 1.0
-    assert machine.processor == kernel_classes.this_processor()
+    assert machine.processor == probe_models.this_processor()
     assert 1e8 < machine.peak("float32") < 1e14
     assert [level.size for level in machine.memory] == sorted(level.size for level in machine.memory)
     rates = [level.rate for level in machine.memory]
@@ -92,12 +92,12 @@ def test_larger_products_take_longer_there(machine):
 
 
 ONE = Machine("one", {"float32": 1e12}, (Memory(1 << 30, 1e11),), launch=1e-6, call=2e-6)
-ONE = replace(ONE, processor=kernel_classes.this_processor())
+ONE = replace(ONE, processor=probe_models.this_processor())
 
 
 @pytest.mark.parametrize(("kernel", "size"), [(matmul, (64, 64, 64)), (softmax, (32, 64))])
 def test_a_kernel_takes_what_it_was_measured_to_take(monkeypatch, kernel, size):
-    monkeypatch.setattr(kernel_classes, "least", lambda run, seconds: 1e-3)
+    monkeypatch.setattr(probe_models, "least", lambda run, seconds: 1e-3)
     made = ONE.with_kernel(kernel(*size))
     (name,) = made.classes
     one, larger = (mt.simulate(mt.annotate(kernel(*sizes), {"x": 1}, {}), made) for sizes in (size, (256, *size[1:])))
@@ -126,7 +126,7 @@ def test_blocks_that_are_loaded_again_from_beyond_near_memory_take_their_time():
 def test_a_kernel_is_measured_once(monkeypatch):
     made = ONE.with_kernel(matmul(32, 32, 32))
     assert 0 < mt.simulate(mt.annotate(matmul(32, 32, 32), {"x": 1}, {}), made).time < 1
-    monkeypatch.setattr(kernel_classes, "least", None)
+    monkeypatch.setattr(probe_models, "least", None)
     assert made.with_kernel(matmul(64, 64, 64)) is made
 
 

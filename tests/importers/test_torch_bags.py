@@ -42,6 +42,14 @@ _CASES: dict[str, tuple[dict[str, Any], Sequence[Any]]] = {
     "of weights": ({"mode": "sum"}, [torch.randint(0, 10, (6, 5)), None, torch.rand(6, 5)]),
     "at places": ({"mode": "sum"}, [torch.randint(0, 10, (9,)), _offsets(0, 2, 2, 7)]),
     "at places, with an end": ({"include_last_offset": True}, [torch.randint(0, 10, (9,)), _offsets(0, 4, 4, 9)]),
+    "maxima, with an end": (
+        {"mode": "max", "include_last_offset": True},
+        [torch.tensor([8, 2, 5, 2, 8, 1, 1]), _offsets(0, 3, 3, 7)],
+    ),
+    "maxima, padded, with an end": (
+        {"mode": "max", "include_last_offset": True, "padding_idx": 3},
+        [torch.tensor([3, 3, 8, 3, 2, 2, 8]), _offsets(0, 2, 4, 7)],
+    ),
     "at places, padded": ({"padding_idx": 3}, [torch.tensor([3, 3, 1, 3, 5, 6]), _offsets(0, 2, 5)]),
     "at places, of weights": ({"mode": "sum"}, [torch.randint(0, 10, (9,)), _offsets(0, 5), torch.rand(9)]),
 }
