@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from tests.random_kernels.spec import Block, Line, OnChip, Param
+from tests.random_kernels.spec import Line, OnChip, Param
+from tests.random_kernels.writer import Writer
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Dim:
 
 
 @dataclass(eq=False)
-class Scene:
+class Scene(Writer):
     """The whole function; `places` is the text of each open dim's block, `made` the parameters that earlier grids left,
     `complete` the states that earlier loops of the program left, with their dims, `seen` the constructs that were
     drawn. What is `calm` has few of them, and blocks that are whole: with more, most of what is split is needed whole
@@ -45,9 +45,6 @@ class Scene:
 
     # -- drawing ---------------------------------------------------------------------------------------------------
 
-    def pick(self, options: Sequence):
-        return self.random.choice(list(options))
-
     def kind(self, options: Sequence[str]) -> str:
         """One of them, which is noted as a construct. A calm scene takes the first of them, and few others."""
         if self.calm:
@@ -58,21 +55,11 @@ class Scene:
         self.seen.add(found)
         return found
 
-    def chance(self, percent: int) -> bool:
-        return self.random.randrange(100) < percent
-
     def twist(self, *options: str) -> str:
         """What is not as it should be: mostly nothing."""
         return self.pick(options) if self.chance(8 if self.calm else 25) else ""
 
-    def number(self, low: int, high: int) -> int:
-        return self.random.randint(low, high)
-
     # -- names, parameters, buffers, lines -------------------------------------------------------------------------
-
-    def name(self, stem: str) -> str:
-        count = self.counts[stem] = self.counts.get(stem, -1) + 1
-        return f"{stem}{count}"
 
     def param(
         self, stem: str, shape: Sequence[int], dims: Sequence[str], dtype="float32", role="in", below=None
@@ -99,21 +86,6 @@ class Scene:
 
     def dtype_of(self, buffer: str) -> str:
         return next(b.dtype for b in self.buffers if b.name == buffer)
-
-    def emit(self, *lines: str) -> None:
-        self.lines.extend(lines)
-
-    @contextmanager
-    def block(self, *headers: str) -> Iterator[None]:
-        """What is emitted inside stands below these headers, nested."""
-        outer, self.lines = self.lines, []
-        try:
-            yield
-        finally:
-            body, self.lines = self.lines, outer
-            for header in reversed(headers):
-                body = [Block(header, tuple(body))]
-            self.lines.extend(body)
 
     # -- positions -------------------------------------------------------------------------------------------------
 

@@ -6,19 +6,18 @@ share is only updated, by atomics whose order can't matter."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
-from .spec import Block, Line, OnChip, Param
+from .spec import Line, OnChip, Param
+from .writer import Writer
 
 #: How rows run: not at all, one per program, in blocks, one after the other in one program, or all at once in one.
 ROWS = ("none", "grid", "grid", "blocks", "serial", "serial", "parallel")
 
 
 @dataclass(eq=False)
-class Program:
+class Program(Writer):
     """`kind` is one of ROWS; `row` is the row's index where rows run. `hidden` are the arrays that a loop over all
     positions at once may not read elsewhere than it writes."""
 
@@ -36,14 +35,6 @@ class Program:
     hidden: set[str] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=dict)
 
-    # -- drawing ---------------------------------------------------------------------------------------------------
-
-    def pick(self, options: Sequence):
-        return self.random.choice(list(options))
-
-    def chance(self, percent: int) -> bool:
-        return self.random.randrange(100) < percent
-
     @property
     def has_rows(self) -> bool:
         return self.kind != "none"
@@ -57,27 +48,6 @@ class Program:
     def one_lane(self) -> bool:
         """Whether a row has its program, or its time, to itself."""
         return self.kind != "parallel"
-
-    # -- names and lines -------------------------------------------------------------------------------------------
-
-    def name(self, stem: str) -> str:
-        count = self.counts[stem] = self.counts.get(stem, -1) + 1
-        return f"{stem}{count}"
-
-    def emit(self, *lines: str) -> None:
-        self.lines.extend(lines)
-
-    @contextmanager
-    def block(self, *headers: str):
-        """What is emitted inside stands below these headers, nested."""
-        outer, self.lines = self.lines, []
-        try:
-            yield
-        finally:
-            body, self.lines = self.lines, outer
-            for header in reversed(headers):
-                body = [Block(header, tuple(body))]
-            self.lines.extend(body)
 
     # -- arrays and variables --------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from .spec import Block, Line, OnChip, Param
+from .writer import Dice
 
 
 @dataclass(eq=False)
@@ -80,7 +81,7 @@ def walks(loop: Axis, axis: Axis) -> bool:
 
 
 @dataclass(eq=False)
-class Scene:
+class Scene(Dice):
     """Everything drawn so far. `tiles` are those that hold something that counts here; `open` are the axes of the grid
     and of the loops around. In a `plain` kernel loops do nothing but accumulate, so that most of its dims can be split;
     `building` are the accumulators of the loops around, `depth` counts those loops and `guarded` the branches
@@ -108,17 +109,6 @@ class Scene:
     guarded: int = 0
 
     # -- drawing ---------------------------------------------------------------------------------------------------
-
-    def pick(self, options: Sequence):
-        """One of `options`; what is to come more often is in it more often."""
-        return self.random.choice(list(options))
-
-    def chance(self, percent: int) -> bool:
-        """True in so many percent."""
-        return self.random.randrange(100) < percent
-
-    def number(self, low: int, high: int) -> int:
-        return self.random.randint(low, high)
 
     def some(self, options: Sequence, least: int, most: int) -> list:
         """Between `least` and `most` different ones of `options`, in any order."""
