@@ -175,7 +175,10 @@ def comm_of(name: str, call: Any, axes: Mesh, outer: bool) -> Comm | None:
         )
     workers = int(getattr(attrs, "num_workers", axes.num_devices))
     if workers != axes.num_devices:
-        refuse(f"R.{name} says {workers} workers, but there are {axes.num_devices} along {axes}")
+        refuse(
+            f"R.{name} says {workers} workers, but there are {axes.num_devices} along {axes}",
+            fix=f"say num_workers={axes.num_devices}, or take other manual axes",
+        )
     dim, op = int(getattr(attrs, "axis", 0)), str(getattr(attrs, "op_type", "sum"))
     return Comm(CCL[name], axes, op, dim)
 

@@ -129,7 +129,11 @@ def manual_call(
     where = f"the manual computation of {body.name_hint!r}"
     info = body.struct_info
     if not isinstance(info, relax.FuncStructInfo) or info.params is None:
-        refuse(f"{body.name_hint!r} is {info}, no function of known types", where=where)
+        refuse(
+            f"{body.name_hint!r} is {info}, no function of known types",
+            where=where,
+            fix="pass the global variable of a function in the module, whose parameters have struct infos",
+        )
     args = [relax.BlockBuilder().normalize(arg) if arg.struct_info_ is None else arg for arg in args]
     given = [_tensor(arg.struct_info, f"operand {n}", where) for n, arg in enumerate(args)]
     results = info.ret.fields if isinstance(info.ret, relax.TupleStructInfo) else [info.ret]

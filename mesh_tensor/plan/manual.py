@@ -207,7 +207,11 @@ class ManualReader:
         check_types(f"{where}: {stated.body!r} takes", [one.type for one in tiles], _types(taken, where))
         made = leaves(self._reader.enter(stated.body, list(tiles), self._scopes, region))
         if len(made) != len(results):
-            refuse(f"{stated.body!r} gives {len(made)} tensors, but the call says {len(results)}", where=where)
+            refuse(
+                f"{stated.body!r} gives {len(made)} tensors, but the call says {len(results)}",
+                where=where,
+                fix="make the call by mt.manual_computation, which reads the function's results",
+            )
         ends = enumerate(zip(made, stated.outputs, strict=True))
         wholes = [devices.whole(value, one, f"{where}: result {n}") for n, (value, one) in ends]
         check_types(f"{where}: the call says", [one.type for one in wholes], results)

@@ -59,7 +59,11 @@ class TransferPlan:
     ) -> TransferPlan:
         """The plan for a tensor of elements of `itemsize` bytes; up to `small` bytes it is sent to all who need it."""
         if src.ndim != dst.ndim:
-            refuse(f"no transfer leads from {src!r} to {dst!r}", why="they are layouts of tensors of different rank")
+            refuse(
+                f"no transfer leads from {src!r} to {dst!r}",
+                why="they are layouts of tensors of different rank",
+                fix="pass layouts of one number of dims",
+            )
         for sharding in (src, dst):
             check_countable(sharding.mesh)
         return _planned(tuple(shape), dtype, itemsize, src, dst, small)

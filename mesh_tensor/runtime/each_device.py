@@ -71,7 +71,11 @@ def _joined(value: Local, layout: Sharding, around: dict[str, int], where: str) 
         parts = tuple(at[axis] for axis, _ in layout.partial)
         same = places.setdefault(layout.tile_offset(shape, rank), {})
         if not torch.equal(same.setdefault(parts, tile), tile) and not tile.isnan().any():
-            refuse(f"devices have different values where '{layout}' says that they have the same", where=where)
+            refuse(
+                f"devices have different values where '{layout}' says that they have the same",
+                where=where,
+                fix="combine them (mt.comm.all_reduce), or state how they differ: split along a dim, or partial",
+            )
     out = torch.empty(shape, dtype=value.dtype, device=held[0].device)
     for start, parts_of in places.items():
         found = list(parts_of.values())
