@@ -21,9 +21,9 @@ from mesh_tensor.importers import ImportedModule
 from mesh_tensor.simulation import simulate
 
 from .compile import compile
-from .found import FoundKernel
 from .machine import Machine
 from .search import search
+from .search_results import FoundKernel
 
 # What can be called, but is not a function of the user's that gives something.
 _MADE = (tirx.PrimFunc, ir.IRModule, ImportedModule, nn.Module, ExportedProgram)

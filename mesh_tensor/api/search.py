@@ -28,8 +28,8 @@ from mesh_tensor.searching.evaluate import Evaluator, KernelEvaluator, Strategy,
 from mesh_tensor.searching.named_dims import Beam, Rank, kernel_dims, named_dims
 from mesh_tensor.simulation.simulate import check_sizes_known
 
-from .found import Found, FoundKernel, amount, read_saved
 from .progress import bar
+from .search_results import Found, FoundKernel, amount, read_saved
 from .search_training import TrainingOptions, check_names, search_training
 from .strategies import preset_layouts
 from .training import TrainingStep

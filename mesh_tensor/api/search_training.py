@@ -21,9 +21,9 @@ from mesh_tensor.searching.choices import Choice, Part, Question, Space, cut_bes
 from mesh_tensor.searching.pieces import Composer, Estimate, Piece, Stage, layers_of
 from mesh_tensor.simulation.stages import tile_bytes
 
-from .found import amount, read_saved
 from .fragments import StageFragments
 from .model_pieces import ModelPieces, elements_of
+from .search_results import amount, read_saved
 from .training_plans import TrainingPlans, planned_whole
 
 Rank = Callable[[Estimate], tuple]

@@ -23,12 +23,12 @@ from mesh_tensor.simulation import PipelineSimulation, Simulation
 from mesh_tensor.simulation.pipelines import simulate_pipeline
 from mesh_tensor.simulation.summary import in_bytes, in_seconds
 
-from .found import Ranked, cost_head, costs, made_once
 from .fragments import StageFragments
 from .model_pieces import ModelPieces, without_axis
 from .pipeline import Pipeline, pipeline
 from .pipeline.planned import AlikeStages
 from .pipeline.weights import Rule
+from .search_results import Ranked, cost_head, costs, made_once
 from .split_pieces import layouts_over_data
 from .strategies import combine
 
