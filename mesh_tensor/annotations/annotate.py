@@ -38,23 +38,23 @@ def annotate(
     *,
     sizes: Mapping[str, Any] | None = None,
 ) -> tirx.PrimFunc:
-    """`prim_func` with the layout of its parameters stated from outside, for a kernel that must not be edited.
+    """State the layouts of a kernel's parameters without editing the kernel.
 
     Args:
-        prim_func: the kernel over whole tensors, or a @tilelang.jit function.
+        prim_func: the kernel over global tensors, or a @tilelang.jit function.
         mesh: the mesh, or a dict from the names of its axes to their sizes.
         shardings: from the name of a parameter's buffer to how it lies on the mesh: `{"x": 0, "y": 1}` (axis to dim),
             one placement per axis as in `[mt.Shard(0), mt.Replicate()]`, a Sharding, its text `"S[0], R"`, or a
             metadata dict that may leave out what it doesn't state:
             `{"sharding": {"x": 0}, "partial": {"y": "sum"}}`.
-        sizes: of a @tilelang.jit function, what its `get_tir` takes, by name: the kernel for these is taken.
+        sizes: the arguments of a @tilelang.jit function, by name, as its `get_tir` takes them.
 
     Returns:
-        The kernel with these layouts; what it stated before is replaced. `prim_func` itself stays as it is.
+        A copy of the kernel with these layouts, which replace earlier ones.
 
     Raises:
-        MeshTensorError: names all that is wrong: buffers that are no parameters, dims and axes that there are not, axes
-            that are stated twice.
+        MeshTensorError: buffers that are no parameters, unknown dims or axes, or axes that are stated twice; all are
+            named.
     """
     check_order_of_arguments(mesh, shardings)
     mesh, prim_func = Mesh(mesh), of_jit(prim_func, sizes)

@@ -63,7 +63,7 @@ def annotate_module(
     groups: Mapping[str, Iterable[str]] | None = None,
     barriers: Mapping[str, str] | None = None,
 ) -> ir.IRModule:
-    """A copy of a Relax module in which values are annotated with their layouts on `mesh`.
+    """State layouts of values of a Relax module: a copy of the module, with sharding annotations for `mesh`.
 
     Args:
         mod: the module in global view; it stays as it is.
@@ -78,18 +78,19 @@ def annotate_module(
             replicated. {("y", "x"): 0} has y and x on dim 0, y major, whatever the mesh's order. In dicts, a part
             of an axis is named as in Shardy: of an axis x of 8 devices, {"x:(1)4": 0, "x:(4)2": 1} has 4 along dim 0
             and 2 along dim 1; the module is then annotated for the mesh in which these are axes.
-        function: where unqualified names are looked up.
-        open: names of annotated values whose remaining axes propagation may use; a dict from names to dims: on these.
-            Axes that a layout's dict maps to None, or names under "replicate", stay replicated.
-        priority: from names of annotated values to 0, 1, ..., or to a dict from axes to these: lower ones spread first.
-            0 where nothing is said.
-        groups: from a name of yours to names of values of one shape that lie alike: what is stated of one, or spreads
-            to it, holds for all.
-        barriers: from names of values to "none", "forward" or "backward": what is known of layouts on one side of the
-            value (its operator, its users) doesn't spread to the other, or only in that direction.
+        function: the function in which names without a function's name are looked up.
+        open: names of annotated values that propagation may split further, over axes that their layouts leave out; or a
+            dict from these names to the dims that may be split. Axes that a layout maps to None, or has under
+            "replicate", stay replicated.
+        priority: from names of annotated values to 0, 1, ..., or to a dict from axes to these: layouts with lower
+            numbers propagate first. The default is 0.
+        groups: from a name of your choice to names of values of one shape that get one layout: what is stated for one,
+            or propagates to it, holds for all.
+        barriers: from names of values to the direction in which layouts propagate through the value: "forward" (from
+            its operator to its users), "backward", or "none".
 
     Returns:
-        The annotated module: prints and parses as TVMScript.
+        The annotated module; it can be printed and parsed as TVMScript.
 
     Raises:
         MeshTensorError: a name, axis, rank or dim does not fit (all that is wrong is listed), the module is annotated

@@ -35,22 +35,23 @@ def experts(
     tokens: Iterable[str] = (),
     room: int | None = None,
 ) -> relax.Call:
-    """What experts make of rows, each of the expert that it chose, to be bound by the builder. Experts are split over
-    `axes`, rows over these and `tokens`; rows go to their experts and back by all-to-alls, and none is dropped.
+    """A mixture-of-experts layer with expert parallelism, as a call that the builder binds: each row is processed by
+    the expert that it chose. Experts are split over `axes`, rows over `axes` and `tokens`; all-to-alls bring rows to
+    their experts and back, and no row is dropped.
 
     Args:
         builder: a BlockBuilder, to whose module functions are added.
-        body: the function of one device's experts: of rows (r, ...) sorted by expert, as many as a symbol says, the
-            ends (experts, int32) of their groups, and the device's part of each weight; it gives (r, ...), row by row.
-            Rows after the last end are 0, and what is made of them is not used.
+        body: the function of the experts on one device. It takes rows (r, ...) sorted by expert, with r symbolic; the
+            ends of the experts' groups of rows, int32 (experts on the device,); and the device's tile of each weight.
+            It returns (r, ...), row by row. Rows after the last end are 0, and their results are not used.
             `R.call_pure_packed("mesh.grouped_matmul", rows, w, ends)` multiplies groups by matrices (experts, in, out).
         rows: (T, ...), of known sizes.
-        chosen: (T,), the expert of each row: a whole number; rows of which it is none are 0 in the result.
-        weights: (experts, ...) each.
+        chosen: integers (T,): the expert of each row. Rows with another number get 0 as their result.
+        weights: tensors (experts, ...).
         mesh: the mesh.
-        axes: those over which experts are split; all that are not in `tokens`, by default.
-        tokens: further axes that split rows.
-        room: how many rows one device sends to another in a round: 1.25 x an even spread, by default.
+        axes: the axes that split the experts; None: all that are not in `tokens`.
+        tokens: further axes that split the rows.
+        room: the number of rows that one device sends to another in a round; None: 1.25 x an even distribution.
 
     Raises:
         MeshTensorError: sizes are not known, axes do not divide rows or experts or are given twice, or the body is not

@@ -93,23 +93,25 @@ def manual_computation(
     *,
     axes: Iterable[str] | None = None,
 ) -> relax.Call:
-    """A call of a module's function on the tiles that devices have, to be bound in TVMScript or by a BlockBuilder:
+    """A call of a Relax function in local view, as JAX's `shard_map`: the function works on one device's tiles, with
+    explicit collectives. The call is bound in TVMScript or by a BlockBuilder:
     `y = mt.manual_computation(cls.body, (x, w), {"x": 2}, [{"x": 0}, {}], {"x": 0})`.
 
     Args:
-        body: the function. It takes tensors, the tiles of `args` over the manual axes, and gives a tensor or a tuple of
-            tensors, the tiles of the results. Between devices it does what `mt.comm` and `R.ccl` say, and nothing else.
-        args: the tensors, whole.
-        mesh: the mesh; the module is distributed over one in which these axes have these sizes.
-        in_shardings: per tensor how it lies over the manual axes, in any form that annotate_module takes. Axes have to
+        body: the function. It takes the tiles of `args` over the manual axes, and returns the tiles of the results: a
+            tensor, or a tuple of tensors. Devices communicate only by the collectives in it (`mt.comm`, `R.ccl`).
+        args: the global tensors.
+        mesh: the mesh; the module has to be distributed over one in which these axes have these sizes.
+        in_shardings: for each tensor its layout over the manual axes, in any form of `annotate_module`. Axes have to
             divide the dims that they split.
-        out_shardings: the same of the results: one for a tensor, a list for a tuple. Over an axis that is left out all
-            devices have to have the same (that is proved); {"sharding": ..., "partial": {axis: op}} is what `op` makes
-            of what they have.
-        axes: the manual axes, all of the mesh's by default. Along the others tensors are laid out as anywhere.
+        out_shardings: likewise for the results: one layout for a tensor, a list for a tuple. Along an axis that is left
+            out, all devices have to hold the same values, which is proved; {"sharding": ..., "partial": {axis: op}}
+            reduces the devices' values by `op`.
+        axes: the manual axes; None: all of the mesh's. Along all other axes layouts are propagated as usual.
 
     Raises:
-        MeshTensorError: a layout does not fit its tensor or the axes, or the function is none of tensors.
+        MeshTensorError: a layout does not fit its tensor or the axes, or the function takes or returns something else
+            than tensors.
     """
     return manual_call(body, args, mesh, in_shardings, out_shardings, axes, None)
 

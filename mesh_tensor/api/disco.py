@@ -22,8 +22,8 @@ from .module_ports import ports_of
 
 
 def to_disco(module: MeshModule) -> ir.IRModule:
-    """What every worker of a Disco session runs: the local module, and `worker_func`, which takes whole tensors on
-    worker 0 and brings every worker its tiles. It is built with `relax.build` like any other.
+    """The Relax module that every worker of a Disco session runs: the local module, and `worker_func`, which takes
+    global tensors on worker 0 and sends every worker its tiles. `relax.build` builds it like any other.
 
     Raises:
         MeshTensorError: `module` is no MeshModule, has a function `worker_func`, or TVM can't build it for the CPU.
@@ -33,10 +33,11 @@ def to_disco(module: MeshModule) -> ir.IRModule:
 
 
 class DiscoModule:
-    """A module on the workers of a Disco session: global torch tensors in, as `module` takes them, and out.
+    """A distributed module on the workers of a Disco session, as a callable: it takes and returns global torch tensors,
+    as `module` does.
 
-    `session`: the workers, on the module's mesh; without one it makes its own, with `options` as DiscoSession takes
-    them, and closes it with itself. Weights go to the workers at every call, as the worker function takes them."""
+    `session`: a session on the module's mesh; None makes one with `options`, those of DiscoSession, and `close` ends
+    it. Weights are sent to the workers at every call, as the worker function takes them."""
 
     def __init__(self, module: MeshModule, session: DiscoSession | None = None, **options: Any) -> None:
         _check(module, "DiscoModule")

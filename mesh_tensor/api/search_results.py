@@ -80,7 +80,8 @@ class _Strategies(Ranked[Strategy]):
 
 @dataclass(frozen=True, eq=False)
 class Found(_Strategies):
-    """What a search found: `strategies`, the best first, over the module's named `dims`; `planned` were looked at."""
+    """The results of a search over layouts of a module: `strategies`, the best first. `dims`: the module's named dims,
+    which were split; `planned`: the number of strategies that were planned."""
 
     module: ir.IRModule | ImportedModule | TrainingStep = field(repr=False)
     function: str
@@ -92,8 +93,8 @@ class Found(_Strategies):
     _runs: dict[tuple, Any] = field(repr=False, default_factory=dict)
 
     def distribute(self, strategy: Strategy | None = None, **options: Any) -> MeshModule:
-        """The module on a mesh, laid out as the best strategy says, or this one; the options of `distribute_module`.
-        Of a training step: the run that trains it."""
+        """Distribute the module by the best strategy, or the given one; `options` are those of `distribute_module`. Of
+        a training step: the TrainingRun."""
         chosen = self._chosen(strategy)
         mod = self.module
         options = {"function": self.function, "machine": self.machine, **options}
@@ -106,17 +107,18 @@ class Found(_Strategies):
         return distribute_module(annotated(mod, chosen, self.function), chosen.mesh, **options)
 
     def run(self, *inputs: Any, strategy: Strategy | None = None, **options: Any) -> Any:
-        """What the module gives for its inputs, laid out as the best strategy says, or this one; it is distributed
-        once per strategy and options. `options` are those of `distribute_module`."""
+        """Run the module, distributed by the best strategy, or the given one, on `inputs`, and return its results. It
+        is distributed once per strategy and options, which are those of `distribute_module`."""
         return made_once(self._runs, self.distribute, self._chosen(strategy), options)(*inputs)
 
     def simulation(self, strategy: Strategy | None = None) -> Simulation:
-        """The best strategy, or this one, simulated in full."""
+        """The simulation of the module with the best strategy, or the given one."""
         return Simulation(self.distribute(strategy).program, self.machine)
 
     def over_exact(self, strategy: Strategy | None = None, seconds: float = 60.0) -> float:
-        """What the best strategy, or this one, takes by the planner's prices, over the least that any plan takes on its
-        mesh, as an integer program finds it (with the extra `exact`): 1 is best. For a block of a model, no more.
+        """The planner's price of the best strategy, or the given one, divided by that of the optimal plan on its mesh:
+        1 is optimal. An integer program finds the optimum (needs the extra `exact`); use it for a block of a model, not
+        for a model.
 
         Raises:
             MeshTensorError: there is no solver, or it found nothing in time.
@@ -132,7 +134,7 @@ class Found(_Strategies):
         return cost_of(plan.explicit) / max(1, exact_price(graph, atoms, seconds).price)
 
     def code(self, strategy: Strategy | None = None) -> str:
-        """The strategy as Python that annotates the module; its last line is how to run that."""
+        """Python code that annotates the module with the strategy; its last line, a comment, runs it."""
         chosen = self._chosen(strategy)
         lines = [f"    {name!r}: {layout}," for name, layout in chosen.shardings.items()]
         opened = f"open={list(chosen.shardings)!r}, function={self.function!r}"
@@ -146,15 +148,16 @@ class Found(_Strategies):
         return "\n".join([f"mod = mt.annotate_module(mod, {mesh}, {{", *lines, f"}}, {opened})", run])
 
     def save(self, path: str | Path) -> None:
-        """Write what was found, so that `mt.search(..., known=path)` goes on from it."""
+        """Write the strategies to a file, from which `mt.search(..., known=path)` continues."""
         rows = [{**asdict(each), "mesh": dict(each.mesh.shape)} for each in self.strategies]
         Path(path).write_text(json.dumps({**self._asked, "strategies": rows}), encoding="utf-8")
 
 
 @dataclass(frozen=True, eq=False)
 class FoundKernel(_Strategies):
-    """What a search over a kernel's buffers found: `strategies`, the best first; buffers that they don't name lie whole
-    on every device. `dims` are what was split, `planned` were looked at."""
+    """The results of a search over layouts of a kernel's buffers: `strategies`, the best first; buffers that they don't
+    name are replicated. `dims`: the named dims that were split; `planned`: the number of strategies that were
+    planned."""
 
     kernel: tirx.PrimFunc = field(repr=False)
     machine: Machine
@@ -164,26 +167,26 @@ class FoundKernel(_Strategies):
     _runs: dict[tuple, Any] = field(repr=False, default_factory=dict)
 
     def annotated(self, strategy: Strategy | None = None) -> tirx.PrimFunc:
-        """The kernel with the layouts of the best strategy, or of this one."""
+        """The kernel, annotated with the layouts of the best strategy, or of the given one."""
         chosen = self._chosen(strategy)
         whole = {buffer.name: dict[str, int]() for buffer in self.kernel.buffer_map.values()}
         return annotate(self.kernel, chosen.mesh, whole | chosen.shardings)
 
     def compile(self, strategy: Strategy | None = None, **options: Any) -> MeshKernel:
-        """The same, compiled; the options of `mt.compile`."""
+        """The annotated kernel, compiled; `options` are those of `mt.compile`."""
         return compile(self.annotated(strategy), **{"machine": self.machine, **options})
 
     def run(self, *tensors: Any, strategy: Strategy | None = None, **options: Any) -> Any:
-        """What the kernel gives for tensors, its buffers as the best strategy says, or this one; it is compiled once
-        per strategy and options. `options` are those of `mt.compile`."""
+        """Run the kernel with the best strategy, or the given one, on `tensors`, and return its results. It is compiled
+        once per strategy and options, which are those of `mt.compile`."""
         return made_once(self._runs, self.compile, self._chosen(strategy), options)(*tensors)
 
     def simulation(self, strategy: Strategy | None = None) -> Simulation:
-        """The best strategy, or this one, simulated."""
+        """The simulation of the kernel with the best strategy, or the given one."""
         return Simulation(self.compile(strategy).program, self.machine)
 
     def code(self, strategy: Strategy | None = None) -> str:
-        """The strategy as Python that annotates the kernel; its last line is how to run that."""
+        """Python code that annotates the kernel with the strategy; its last line, a comment, compiles it."""
         chosen = self._chosen(strategy)
         names = [buffer.name for buffer in self.kernel.buffer_map.values()]
         lines = [f"    {name!r}: {chosen.shardings.get(name, {})}," for name in names]

@@ -33,8 +33,8 @@ def run_sequential(
     inputs: Sequence[torch.Tensor | np.ndarray] | Mapping[str, torch.Tensor | np.ndarray],
     function: str = "main",
 ) -> Any:
-    """Run a function of a Relax module on one device, as if no tensor were distributed: sharding annotations are
-    ignored, `R.print` does nothing, TIR functions (TileLang kernels too) are interpreted.
+    """Run a function of a Relax module on one device, as the reference for distributed runs: sharding annotations are
+    ignored, `R.print` does nothing, and TIR functions, TileLang kernels among them, are interpreted.
 
     Args:
         mod: the module. Symbolic sizes take the values that the inputs bring.

@@ -230,8 +230,9 @@ def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: S
 def plan_redistribution(
     shape: Sequence[int], dtype: torch.dtype, src: Sharding, dst: ShardingLike
 ) -> RedistributionPlan:
-    """How `redistribute` brings a tensor of global `shape` and `dtype` from layout `src` to `dst`, a dict from axis to
-    dim, a text or a Sharding. `print` shows the steps with the bytes that a device receives.
+    """The collectives by which `redistribute` brings a tensor of global `shape` and `dtype` from layout `src` to `dst`
+    (a dict from axis to dim, a text or a Sharding) with the fewest bytes. `print` shows the steps with the bytes that a
+    device receives.
 
     Raises:
         MeshTensorError: `src` is no Sharding, or `dst` is no layout of as many dims on its mesh.
