@@ -151,7 +151,7 @@ class Sharding:
         return Replicate() if op is None else Partial(op)
 
     def placements(self) -> dict[str, Placement]:
-        """What every axis does with the tensor, in mesh order."""
+        """The placement along every axis, in mesh order."""
         known: dict[str, Placement] | None = vars(self).get("_placements")
         if known is None:
             known = vars(self)["_placements"] = {axis: self.placement(axis) for axis in self.mesh}
@@ -169,30 +169,30 @@ class Sharding:
         return self.dims[dim]
 
     def partial_op(self, axis: str) -> str | None:
-        """The op that combines what the devices along `axis` hold, or None if `axis` is not partial."""
+        """The op that reduces the values of the devices along `axis`, or None if the tensor is not partial there."""
         self.mesh.check_axes((axis,))
         return dict(self.partial).get(axis)
 
     def num_shards(self, dim: int) -> int:
-        """In how many tiles `dim` is split."""
+        """The number of tiles along `dim`."""
         shards: tuple[int, ...] = self._shards  # type: ignore[attr-defined]  # set above
         return shards[dim]
 
     def with_shard(self, axis: str, dim: int) -> Sharding:
-        """The same, but `axis` splits `dim`."""
+        """A copy in which `axis` splits `dim`."""
         return self._with(axis, Shard(dim))
 
     def with_replicate(self, axis: str) -> Sharding:
-        """The same, but replicated along `axis`."""
+        """A copy that is replicated along `axis`."""
         return self._with(axis, Replicate())
 
     def with_partial(self, axis: str, op: str) -> Sharding:
-        """The same, but what the devices along `axis` hold combines by `op`."""
+        """A copy that is partial along `axis`: the devices' values are reduced by `op`."""
         return self._with(axis, Partial(op))
 
     def with_windows(self, windows: Iterable[tuple[int, Window]]) -> Sharding:
-        """The same, but of these dims, which axes split, devices hold windows; or, of dims that none splits, all hold
-        the same one."""
+        """A copy in which devices hold windows of these dims instead of tiles; of a dim that no axis splits, all
+        devices hold the same window."""
         made = Sharding(self.mesh, self.ndim, self.dims, self.partial, tuple(windows))
         assert all(made.dims[dim] or not window.stride for dim, window in made.windows), made
         return made
@@ -204,11 +204,11 @@ class Sharding:
 
     @property
     def plain(self) -> Sharding:
-        """The same with tiles instead of windows."""
+        """A copy with tiles instead of windows."""
         return Sharding(self.mesh, self.ndim, self.dims, self.partial) if self.windows else self
 
     def window(self, dim: int) -> Window | None:
-        """What devices hold of `dim`, if that is no tile."""
+        """The window that devices hold of `dim`; None: they hold tiles."""
         return next((window for other, window in self.windows if other == dim), None)
 
     def _with(self, axis: str, placement: Placement) -> Sharding:
@@ -216,8 +216,8 @@ class Sharding:
         return Sharding.of(self.mesh, self.ndim, {**self.placements(), axis: placement})
 
     def tile_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
-        """The shape that every device allocates: ceildiv(dim, axis sizes), or a window's length. Dims may be
-        symbolic."""
+        """The shape of every device's tile, padding included: per dim ceildiv(size, axis sizes), or a window's length.
+        Sizes may be symbolic."""
         self._check_rank(shape)
         tile = tuple(map(ceildiv, shape, self._shards))  # type: ignore[attr-defined]  # set above
         if not self.windows:
@@ -226,8 +226,8 @@ class Sharding:
         return tuple(lengths.get(dim, size) for dim, size in enumerate(tile))
 
     def tile_steps(self, dim: int, size: Any) -> tuple[tuple[str, Any], ...]:
-        """Per axis that splits `dim`: by how many elements one step along it moves the tile. A tile's offset is the
-        sum of coordinate * step. `size` may be symbolic.
+        """For each axis that splits `dim`, the number of elements between the tiles of neighbouring devices: a tile's
+        offset is the sum of coordinate * step. `size`, of the whole dim, may be symbolic.
 
         >>> Sharding.make(Mesh({"x": 2, "y": 2}), 1, {"x": 0, "y": 0}).tile_steps(0, 7)
         (('x', 4), ('y', 2))
@@ -239,8 +239,8 @@ class Sharding:
         return tuple(steps)
 
     def tile_offset(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Where the tile of device `rank` starts in the tensor (past its end, perhaps, if that tile is empty; before
-        its start, perhaps, if it is a window)."""
+        """The index in the global tensor of the first element of device `rank`'s tile: per dim, which may be past the
+        tensor's end for an empty tile, and negative for a window."""
         self._check_rank(shape)
         at = self.mesh.coordinate(rank)
         starts = [sum(at[a] * step for a, step in self.tile_steps(d, size)) for d, size in enumerate(shape)]
@@ -249,8 +249,8 @@ class Sharding:
         return tuple(starts)
 
     def valid_extent(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """How much of the tile of device `rank` holds elements of the tensor, per dim: 0..tile; the rest is padding. A
-        window has none: what lies outside the tensor are values as well."""
+        """Per dim, the number of elements of device `rank`'s tile that are in the tensor: 0 .. tile size; the rest is
+        padding. Windows have no padding: elements outside the tensor count as values."""
         self._check_rank(shape)
         at, extents = self.mesh.coordinate(rank), list(shape)
         for dim, axes in enumerate(self.dims):
