@@ -57,6 +57,24 @@ def test_names_in_the_text_are_there():
     assert not unknown
 
 
+def test_modules_in_the_text_are_there():
+    """Files as `lowering/pipeline.py`, and modules and names in them as `tir.effects.NO_EFFECT`."""
+    packages = {folder.name for folder in (ROOT / "mesh_tensor").iterdir() if folder.is_dir()}
+    packages -= {"plan"}  # a variable of the page on simulation
+    roots, unknown = (ROOT, ROOT / "mesh_tensor"), []
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]:
+        text = CODE.sub("", page.read_text())
+        files = re.findall(r"`((?:\w+/)+[\w*]+\.py)`", text)
+        unknown += [f"{page.name}: {name}" for name in files if not any(list(root.glob(name)) for root in roots)]
+        for package, module, name in re.findall(r"`(\w+)\.(\w+)\.(\w+)`", text):
+            place = ROOT / "mesh_tensor" / package / module  # a folder's names, as TVM's `runtime.disco`, are others'
+            source = place.with_suffix(".py")
+            if package in packages and not place.is_dir():
+                there = source.exists() and re.search(rf"\b{name}\b", source.read_text())
+                unknown += [] if there else [f"{page.name}: {package}.{module}.{name}"]
+    assert not unknown
+
+
 def test_links_lead_somewhere():
     broken = [
         f"{page.relative_to(ROOT)}: {link}"

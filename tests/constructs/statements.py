@@ -308,7 +308,7 @@ ROWS_OF_STATEMENTS = (
     Row(
         "hints and barriers inside a program",
         "understood",
-        "they change nothing: one list, `rules.effects.NO_EFFECT`, for the analysis and every target of a CPU",
+        "they change nothing: one list, `tir.effects.NO_EFFECT`, for the analysis and every target of a CPU",
         names="assume sync_threads sync_warp use_swizzle annotate_min_blocks_per_sm annotate_l2_hit_ratio set_max_nreg"
         " inc_max_nreg dec_max_nreg no_set_max_nreg disable_warp_group_reg_alloc annotate_producer_reg_dealloc"
         " annotate_consumer_reg_alloc annotate_restrict_buffers fence_proxy_async pdl_sync pdl_trigger wait_wgmma"
