@@ -49,12 +49,12 @@ def _of(step: Step) -> Iterator[str]:
 
 
 def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | PipelineSimulation:
-    """Simulate what runs on a mesh; nothing is run, and no memory is taken.
+    """Predict the time and the memory of a run on a machine; nothing is run, and no tensors are allocated.
 
     Args:
-        what: an annotated kernel, which is planned for the machine, or as it was compiled; a module that was
-            distributed, or its training; a Program; or a pipeline. Of known sizes.
-        machine: what it runs on, or a preset's name ("h100x16"); None: this project's CPU ranks.
+        what: an annotated kernel (planned for the machine), a MeshKernel, MeshModule, TrainingRun or Pipeline (as they
+            were planned), or a Program; all of known sizes.
+        machine: a Machine, or a preset's name ("h100x16"); None: this project's CPU ranks.
 
     Returns:
         The Simulation: time, memory, and where they come from; of a pipeline a PipelineSimulation.
@@ -108,7 +108,7 @@ class StepTime:
 
 
 class Simulation(Simulated):
-    """What a Program takes on a Machine.
+    """The predicted run of a Program on a Machine.
 
     time         seconds, from the first step's start to the last one's end
     peak_bytes   the most bytes of tiles that a device holds at once

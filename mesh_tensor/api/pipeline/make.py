@@ -53,44 +53,46 @@ def pipeline(
     loss_scale: float | str | None = None,
     poison: bool = False,
 ) -> Pipeline:
-    """A model whose stages lie on several meshes; batches go through it in microbatches.
+    """Pipeline parallelism: cut a model into stages on several meshes, through which batches go in microbatches.
 
     Args:
-        model: what `from_torch` or `from_onnx` gave, or a Relax module. It takes one microbatch, or any number of rows.
+        model: an ImportedModule (of `from_torch` or `from_onnx`), or a Relax module, for the rows of one microbatch or
+            for any number of rows.
         topology: the meshes; None takes those of the module's annotations (`R.device_mesh`), as "mesh0", "mesh1", ...
         stages: {mesh: names} gives every mesh a stage that computes these values (of submodules, as "blocks.0", or of
             bindings) and what they need; {name: mesh} and {name: (mesh, stage)} assign values; a list has the values
             after which to cut; a number cuts where stages cost alike on `machine`. None takes the module's annotations.
         shardings: layouts of values and weights, as `annotate_module` takes them: per mesh, {mesh: {name: layout}}, or
             for all, {name: layout}, of which every mesh takes the axes that it has.
-        microbatches: in how many parts a batch is split along its first dim.
-        schedule: its name (`SCHEDULES`), or a Schedule; "forward" where nothing is trained, "1f1b" else.
-        train: whether gradients of the weights are computed (all that hold floats), or of which. The function's first
-            result is the loss then.
-        reduction: what results that are numbers are over the rows of a batch, a "mean" or a "sum"; None: what they are
-            found to be. Has to be said where a sum is divided by a number that may be that of a microbatch's rows.
-        per_microbatch: values (of submodules, or bindings) that take the rows of a microbatch together, as a batch norm
-            does in training, and are to do so: the result is not the whole batch's then.
-        weights: parameters that stay; those of an ImportedModule, where nothing is given.
-        machine: what it is cut and planned for, or a preset's name ("h100x16"); None: this project's CPU ranks.
-        function: the function to run.
+        microbatches: the number of microbatches that a batch is split into, along its first dim.
+        schedule: a Schedule, or the name of one (`SCHEDULES`); None: "1f1b" with `train`, otherwise "forward".
+        train: compute gradients of all weights that hold floats, or of the named ones. The function's first result has
+            to be the loss.
+        reduction: how scalar results depend on the rows of a batch: "mean" or "sum"; None: it is derived. It has to be
+            stated where a sum is divided by a constant that may be the number of a microbatch's rows.
+        per_microbatch: values (of submodules, or bindings) that mix the rows of a microbatch, as a batch norm does in
+            training, and may do so: the result is then not the whole batch's.
+        weights: tensors for parameters that stay the same from call to call; None: those of the ImportedModule.
+        machine: the Machine that stages are cut and planned for, or a preset's name ("h100x16"); None: this project's
+            CPU ranks.
+        function: the name of the function to run.
         target, strict, replicate_unknown, check_indices, poison: as in `distribute_module`.
-        loss_scale: what the loss is multiplied with before gradients are taken, which are divided by it again, in
-            float32: a number, or "dynamic", which leaves out updates whose gradients overflow and goes on with a
-            smaller one.
-        recompute: save nothing of a forward but what its stage takes; backwards run it again.
-        memory: the kind of memory, "device" or "pinned_host", in which stages hold values for their backwards, by name
-            (of submodules, or bindings), and weights while no action takes them; of values also stated as
-            {name: "m0@pinned_host"} in `stages`. On a CPU all are one.
-        limit: microbatches that a mesh may hold at a time, or one number per mesh.
-        ranks: run on the ranks of torch.distributed, rank i as device i of the topology. All ranks make the same calls,
-            with the same whole batches; what the function returns is the same on all of them.
+        loss_scale: for 16-bit training: the loss is multiplied by this before the backward pass, and the gradients are
+            divided by it in float32. A number, or "dynamic": an update whose gradients overflow is skipped, and the
+            scale reduced.
+        recompute: keep only the inputs of each stage for its backward, which runs the stage's forward again.
+        memory: the kind of memory, "device" or "pinned_host", by name: of values (of submodules, or bindings) while
+            they are kept for the backward, and of weights while no action uses them. For values it can also be stated
+            in `stages`: {name: "m0@pinned_host"}. On a CPU both are the same.
+        limit: the most microbatches that a mesh may hold at a time, or one number per mesh.
+        ranks: run on the ranks of torch.distributed, rank i as device i of the topology. All ranks make the same calls
+            with the same global batches, and get the same results.
 
     Returns:
-        The callable: takes a whole batch, as the function does what is no weight, and gives what the function does.
+        The Pipeline, a callable that takes the function's inputs for a whole batch and returns its results.
 
     Raises:
-        MeshTensorError: what was asked for can't be done; nothing has run.
+        MeshTensorError: the model can't be cut or distributed as stated, or the schedule can't run it.
     """
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         refuse(f"microbatches={shown(microbatches)}", fix="give the number of parts of a batch, at least 1")

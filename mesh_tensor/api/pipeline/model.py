@@ -48,16 +48,16 @@ _SMALL = 4096  # bytes: sending less takes as long as starting to send
 
 
 class Pipeline(Learned):
-    """A model on several meshes: takes whole batches, splits them, and runs its schedule; a thread per mesh.
+    """A model in stages on several meshes, as a callable: it takes a whole batch, splits it into microbatches, and runs
+    its schedule, with a thread per mesh. Results with rows are concatenated over microbatches; scalar results are
+    means, or sums, over the batch's rows.
 
-    Results are rows of the batch, which are put together, or numbers: means over the batch's rows, or sums.
-
-    topology, schedule, stages   what runs where, and when
-    inputs, trained              parameters: those of a call, and those whose gradients are computed
-    peak_bytes                   per mesh: what it held for backwards at most in the last call
-    memory                       the kinds of memory of weights, and of values held for backwards, where one is stated
-    peak_microbatches            per mesh: the same in microbatches of its stages
-    skipped                      how many updates were left out, because gradients overflowed under a dynamic loss scale
+    topology, schedule, stages   the meshes, the order of actions, and what runs on which mesh
+    inputs, trained              names of the parameters that calls pass, and of those whose gradients are computed
+    peak_bytes                   per mesh: the most bytes kept for backwards in the last call
+    peak_microbatches            per mesh: the most microbatches kept for backwards in the last call
+    memory                       name -> kind of memory, of weights and values for which one was stated
+    skipped                      number of updates skipped because gradients overflowed under a dynamic loss scale
     """
 
     def __init__(
