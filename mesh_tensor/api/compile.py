@@ -50,25 +50,25 @@ def compile(
     """Make an annotated TileLang kernel callable on a virtual mesh.
 
     Args:
-        func: the kernel over whole tensors, annotated (`annotate`, or `annotate_mesh_tensor_info` inside it).
+        func: the kernel over global tensors, annotated (`annotate`, or `annotate_mesh_tensor_info` inside it).
         target: `c`, `cuda`, `interpret`, or `auto` (`cuda` where there is a GPU, else `c`).
-        out_idx: which parameters are made and returned at a call, as in `tilelang.compile`, by position or by name;
-            None goes by the kernel's `tilelang_out_idx` attribute, if it has one, else by what the kernel writes.
+        out_idx: the parameters that calls allocate and return, as in `tilelang.compile`, by position or by name; None:
+            those of the kernel's `tilelang_out_idx` attribute, if it has one, else those that the kernel writes.
         strict: refuse what needs replication or another layout than annotated, instead of moving data.
         poison: with target `interpret`, padding and uninitialised memory hold NaN or extreme integers.
-        view: `global` for a kernel over whole tensors, `local` for one that sizes its loops with `get_tile_shape`,
-            `auto` to see it from the loops.
-        overlap: whether collectives run beside kernels, slab by slab: `auto` leaves it to a cost model, `off` runs
-            everything in bulk, a number is into how many slabs a kernel is split wherever that can be done.
-        backward: the kernels that compute the gradients, for torch.autograd. Their parameters are called as `func`'s,
-            or `d_y`, which they read: the gradient with respect to what `func` wrote into y; or `d_x`, which they
-            write: the gradient with respect to the input x. What they don't annotate lies as in `func`.
-        machine: what the plan is for, or a preset's name ("h100x16"): axes split what is cheap on it; None: what is on
-            this project's CPU ranks.
+        view: `global` for a kernel over global tensors, `local` for one over tiles, whose loops are sized with
+            `get_tile_shape`; `auto` tells from the loops.
+        overlap: overlap of collectives with kernels, which are split into slabs for it: `auto` leaves it to a cost
+            model, `off` runs one step after the other, a number is the number of slabs wherever that is possible.
+        backward: the kernels that compute the gradients, for torch.autograd. Their parameters are named as those of
+            `func`; or `d_y`, which they read, the gradient with respect to the output y; or `d_x`, which they write,
+            the gradient with respect to the input x. Buffers that they don't annotate have the layouts of `func`'s.
+        machine: the Machine that the plan is optimized for, or a preset's name ("h100x16"); None: this project's CPU
+            ranks.
 
     Returns:
-        The kernel. It is lowered and compiled here; a kernel with symbolic dims is at its first call with sizes of a
-        new kind: multiples of its blocks, even on the mesh, or neither.
+        The kernel, lowered and compiled. A kernel with symbolic dims is compiled at its first call with sizes of each
+        kind: multiples of its blocks, divided evenly by the mesh, or neither.
 
     Raises:
         MeshTensorError: what was asked for can't be done; the message says what, where, why and the way out.
@@ -81,15 +81,15 @@ def compile(
 
 
 class MeshKernel:
-    """A kernel on a virtual mesh: takes global torch tensors and MeshTensors. On the ranks of a DeviceMesh: takes
-    DTensors, and `local` takes local tensors.
+    """A compiled kernel, as a callable. With global torch tensors or MeshTensors it runs on a virtual mesh; with
+    DTensors on the ranks of their DeviceMesh; and `local` takes the local tensors of a rank.
 
-    Called with the tensors that it reads, by position or by name, it returns those that it writes; called with all
-    parameters, it writes into the tensors given (what it does not write stays as it is; in a tensor that it makes, that
-    is 0). What it both reads and writes is updated in place, and returned. If any argument is a MeshTensor, all results
-    are MeshTensors, laid out as annotated.
+    Called with the tensors that it reads, by position or by name, it returns those that it writes; elements of these
+    that it doesn't write are 0. Called with all parameters, it writes into the tensors given, whose other elements stay
+    as they are. Tensors that it both reads and writes are updated in place, and returned. If any argument is a
+    MeshTensor, all results are MeshTensors in the annotated layouts.
 
-    `gradients.kernels` are its backward kernels, compiled: MeshKernels, too. Without any, `gradients` is None."""
+    `gradients.kernels` are its compiled backward kernels, MeshKernels as well; without any, `gradients` is None."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class MeshKernel:
 
     @property
     def program(self) -> Program:
-        """The steps. Of a kernel with symbolic dims: those for the sizes of the last call."""
+        """The steps that every device runs; of a kernel with symbolic dims, for the sizes of the last call."""
         if self._program is None:
             names = ", ".join(self.symbols)
             refuse(
@@ -139,7 +139,7 @@ class MeshKernel:
 
     @property
     def signature(self) -> Signature:
-        """Its parameters."""
+        """The parameters, with their shapes and dtypes."""
         return self._signature
 
     @property
@@ -149,17 +149,17 @@ class MeshKernel:
 
     @property
     def device(self) -> torch.device:
-        """The torch device that tensors have to be on."""
+        """The torch device that arguments have to be on."""
         return self._compiled.target.device()
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that one device held at once, in tiles and workspaces, in any call so far."""
+        """The most bytes of tiles and workspaces that one device held at once in any call so far."""
         return self._virtual.peak_bytes
 
     def explain(self) -> str:
-        """Factors, placements, collectives with their bytes, what the DTensors of the last call needed to lie as
-        annotated, and the cost per device, as text."""
+        """The plan as text: factors, placements, collectives with their bytes, the cost per device, and how the
+        DTensors of the last call were redistributed into the annotated layouts."""
         from mesh_tensor.program.explain import explain
 
         from .compiled import notes_on
@@ -174,17 +174,17 @@ class MeshKernel:
 
     @uncompiled
     def local(self, *args: Any, device_mesh: Any = None, shapes: Shapes | None = None, **named: Any) -> Any:
-        """Run as this rank of a process group, on its parts of the tensors: plain tensors, without padding or whole
-        tiles.
+        """Run on the ranks of a process group with this rank's local tensors: plain torch tensors, with the tile's
+        padding or without. Collective.
 
         Args:
-            args, named: as in a call, but each tensor is what this rank holds of it.
+            args, named: as in a call, but each tensor is the local one of this rank.
             device_mesh: the ranks to run on; None: all ranks there are, in their order.
-            shapes: for a kernel with symbolic dims: shapes of whole tensors, by parameter's name. Sizes that they don't
-                tell are those of dims that are not split, or else those that make the tiles even.
+            shapes: for a kernel with symbolic dims: global shapes by the parameter's name. A size that they don't give
+                is taken from a dim that is not split, or else such that all tiles are full.
 
         Returns:
-            This rank's parts of the results, without padding."""
+            The local tensors of the results, without padding."""
         on_ranks = self.on_ranks(device_mesh)
         return self._run(on_ranks, on_ranks.local, args, named, shapes or {})
 

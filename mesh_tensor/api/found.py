@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tvm import ir, tirx
 
@@ -25,6 +25,7 @@ from mesh_tensor.program.plan_module import PlanOptions, read_module
 from mesh_tensor.searching.evaluate import Strategy
 from mesh_tensor.searching.exact import exact_price
 from mesh_tensor.searching.named_dims import NamedDim
+from mesh_tensor.searching.pieces import Estimate
 from mesh_tensor.simulation import Simulation
 
 from .compile import MeshKernel, compile
@@ -33,26 +34,45 @@ from .module import distribute_module
 from .training import TrainingStep
 
 T = TypeVar("T")
+C = TypeVar("C", Strategy, Estimate)
 
 
-class _Strategies:
+class Ranked(Generic[C]):
+    """Candidates that a search found, the best first: strategies, or plans of training."""
+
+    @property
+    def _ranked(self) -> tuple[C, ...]:
+        raise NotImplementedError
+
+    @property
+    def best(self) -> C:
+        """The first one."""
+        return self._ranked[0]
+
+    def pareto(self) -> list[C]:
+        """The Pareto front: those than which no other takes less time and less memory, the fastest first."""
+        front: list[C] = []
+        for each in sorted(self._ranked, key=lambda candidate: (candidate.time, candidate.memory)):
+            if not front or each.memory < front[-1].memory:
+                front.append(each)
+        return front
+
+    def _chosen(self, given: C | None) -> C:
+        """What a caller chose of these, or the best."""
+        if given is not None and not isinstance(given, type(self.best)):
+            refuse(f"{shown(given)} is nothing that a search found", fix="pass one of what it has, or leave it out")
+        return self.best if given is None else given
+
+
+class _Strategies(Ranked[Strategy]):
     """Strategies that a search found on a machine, the best first."""
 
     machine: Machine
     strategies: tuple[Strategy, ...]
 
     @property
-    def best(self) -> Strategy:
-        """The first one."""
-        return self.strategies[0]
-
-    def pareto(self) -> list[Strategy]:
-        """The strategies than which no other one takes less time and less memory, the fastest first."""
-        front: list[Strategy] = []
-        for strategy in sorted(self.strategies, key=lambda s: (s.time, s.memory)):
-            if not front or strategy.memory < front[-1].memory:
-                front.append(strategy)
-        return front
+    def _ranked(self) -> tuple[Strategy, ...]:
+        return self.strategies
 
     def __str__(self) -> str:
         return strategies_table(self.strategies, self.machine)
@@ -74,7 +94,7 @@ class Found(_Strategies):
     def distribute(self, strategy: Strategy | None = None, **options: Any) -> MeshModule:
         """The module on a mesh, laid out as the best strategy says, or this one; the options of `distribute_module`.
         Of a training step: the run that trains it."""
-        chosen = one_of(strategy, self.best)
+        chosen = self._chosen(strategy)
         mod = self.module
         options = {"function": self.function, "machine": self.machine, **options}
         if isinstance(mod, TrainingStep):
@@ -88,7 +108,7 @@ class Found(_Strategies):
     def run(self, *inputs: Any, strategy: Strategy | None = None, **options: Any) -> Any:
         """What the module gives for its inputs, laid out as the best strategy says, or this one; it is distributed
         once per strategy and options. `options` are those of `distribute_module`."""
-        return made_once(self._runs, self.distribute, one_of(strategy, self.best), options)(*inputs)
+        return made_once(self._runs, self.distribute, self._chosen(strategy), options)(*inputs)
 
     def simulation(self, strategy: Strategy | None = None) -> Simulation:
         """The best strategy, or this one, simulated in full."""
@@ -103,7 +123,7 @@ class Found(_Strategies):
         """
         fix = "say how long it may take: a number above 0"
         check_number("seconds", seconds, where="over_exact", fix=fix, above_zero=True)
-        chosen = one_of(strategy, self.best)
+        chosen = self._chosen(strategy)
         mod = with_flat_parameters(
             self.module if isinstance(self.module, ir.IRModule) else self.module.mod, self.function
         )
@@ -113,7 +133,7 @@ class Found(_Strategies):
 
     def code(self, strategy: Strategy | None = None) -> str:
         """The strategy as Python that annotates the module; its last line is how to run that."""
-        chosen = one_of(strategy, self.best)
+        chosen = self._chosen(strategy)
         lines = [f"    {name!r}: {layout}," for name, layout in chosen.shardings.items()]
         opened = f"open={list(chosen.shardings)!r}, function={self.function!r}"
         mesh, machine = dict(chosen.mesh.shape), machine_code(self.machine)
@@ -145,7 +165,7 @@ class FoundKernel(_Strategies):
 
     def annotated(self, strategy: Strategy | None = None) -> tirx.PrimFunc:
         """The kernel with the layouts of the best strategy, or of this one."""
-        chosen = one_of(strategy, self.best)
+        chosen = self._chosen(strategy)
         whole = {buffer.name: dict[str, int]() for buffer in self.kernel.buffer_map.values()}
         return annotate(self.kernel, chosen.mesh, whole | chosen.shardings)
 
@@ -156,7 +176,7 @@ class FoundKernel(_Strategies):
     def run(self, *tensors: Any, strategy: Strategy | None = None, **options: Any) -> Any:
         """What the kernel gives for tensors, its buffers as the best strategy says, or this one; it is compiled once
         per strategy and options. `options` are those of `mt.compile`."""
-        return made_once(self._runs, self.compile, one_of(strategy, self.best), options)(*tensors)
+        return made_once(self._runs, self.compile, self._chosen(strategy), options)(*tensors)
 
     def simulation(self, strategy: Strategy | None = None) -> Simulation:
         """The best strategy, or this one, simulated."""
@@ -164,7 +184,7 @@ class FoundKernel(_Strategies):
 
     def code(self, strategy: Strategy | None = None) -> str:
         """The strategy as Python that annotates the kernel; its last line is how to run that."""
-        chosen = one_of(strategy, self.best)
+        chosen = self._chosen(strategy)
         names = [buffer.name for buffer in self.kernel.buffer_map.values()]
         lines = [f"    {name!r}: {chosen.shardings.get(name, {})}," for name in names]
         run = f"# run = mt.compile(kernel, machine={machine_code(self.machine)})"
@@ -177,13 +197,6 @@ def made_once(known: dict[tuple, Any], make: Callable[..., Any], strategy: Any, 
     if key not in known:
         known[key] = make(strategy, **options), options  # kept, so that no other value has its identity
     return known[key][0]
-
-
-def one_of(given: T | None, best: T) -> T:
-    """What a caller says of what was found: one of that, or the best."""
-    if given is not None and not isinstance(given, type(best)):
-        refuse(f"{shown(given)} is nothing that a search found", fix="pass one of what it has, or leave it out")
-    return best if given is None else given
 
 
 def read_saved(path: str | Path, asked: Mapping[str, Any], rows: str, read: Callable[[Any], T]) -> list[T]:

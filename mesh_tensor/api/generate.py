@@ -48,34 +48,33 @@ def generate(
     logits_processor: Any = (),
     **others: Any,
 ) -> torch.Tensor:
-    """Prompts and the tokens that follow: the prompts in one call of `run`, then each token in one.
+    """Generate text: one call of `run` for the prompts, then one for each new token.
 
     Args:
-        run: a module that takes `(ids, mask, positions, start)`, gives logits (batch, vocabulary) after the last id,
-            and keeps what it needs of earlier ones: of `from_transformers`, or any of the same form. What it keeps is
-            as it was first before the prompts.
-        ids: prompts, (rows, positions), whole tensors; on ranks the same on each. The module takes as many at a time as
-            its batch has: more come in turns, and where there are fewer, the last one fills the batch up.
-        max_new_tokens: how many tokens follow at most; fewer if all rows have ended. Needed unless the config says it.
-        attention_mask: 1 where `ids` are tokens and 0 before, where they are padding, of the same shape; None: all
-            are tokens. Shorter prompts are padded on their left.
-        generation_config: what transformers' models say of these arguments, as theirs or a dict: it holds for those
-            that are not given. What it says beside them and what changes tokens is refused by name.
-        do_sample: whether tokens are drawn; None: if a temperature above 0 is given. A temperature that says
-            otherwise is refused.
-        temperature: logits are divided by this; 0 takes the likeliest token; None: 1 where tokens are drawn.
-        top_k, top_p: draw from the most likely tokens only: so many, or as few as make that probability.
-        repetition_penalty: positive logits of tokens that a row has are divided by this, negative ones multiplied;
-            padding is no token that it has.
+        run: a distributed module as of `from_transformers`: it takes `(ids, mask, positions, start)`, returns logits
+            (batch, vocabulary) for the token after the last id, and keeps a cache of earlier positions, which is reset
+            before the prompts.
+        ids: the prompts, int64 (rows, positions), as a global tensor; on ranks the same on each. If there are more rows
+            than the module's batch, they are taken in turns; if there are fewer, the last one is repeated.
+        max_new_tokens: the most tokens that are generated per row. Needed unless the config has it.
+        attention_mask: of the shape of `ids`: 1 for tokens, 0 for padding, which is on the left; None: no padding.
+        generation_config: a GenerationConfig of transformers, or a dict: defaults for the arguments here. Options in it
+            that would change tokens, and are not supported, are refused by name.
+        do_sample: sample tokens instead of taking the likeliest; None: if a temperature above 0 is given. A
+            temperature that contradicts it is refused.
+        temperature: divides the logits; 0 takes the likeliest token; None: 1 where tokens are sampled.
+        top_k, top_p: sample from the k likeliest tokens only, or from the fewest whose probabilities sum to p.
+        repetition_penalty: divides the positive logits of tokens that the row has already, and multiplies the negative
+            ones; padding doesn't count.
         min_new_tokens: no row ends before so many new tokens.
-        seed: tokens that are drawn are a function of seed, row and position, on any mesh.
+        seed: of sampling; tokens are a function of seed, row and position, whatever the mesh.
         eos_token_id: the token, or tokens, that end a row.
-        pad_token_id: what follows the end of a row; None: the first of `eos_token_id`.
-        num_return_sequences: how many rows are returned for each prompt, one after the other: drawn apart, or the best
-            of its beams. Without either there is one.
-        num_beams, length_penalty, early_stopping: so many rows are followed for each prompt, of which the best are
-            returned (see `Beams`); where tokens are drawn, they go on as drawn without putting back. The module's batch
-            has room for so many rows a prompt.
+        pad_token_id: fills a row after its end; None: the first of `eos_token_id`.
+        num_return_sequences: rows returned for each prompt, next to each other: independent samples, or the best of its
+            beams. Without sampling or beams there is one.
+        num_beams, length_penalty, early_stopping: beam search with so many beams for each prompt, of which the best are
+            returned (see `Beams`); with sampling, beams are sampled without replacement. The module's batch has to be
+            at least `num_beams`.
         stop_strings: a row ends with the token that completes one of these in the text that `tokenizer` makes of it.
         stopping_criteria: functions of ids (rows, positions) and None that say per row whether it ends there, one or
             several, as transformers' are; they see the prompts of one turn. On ranks, each calls its own.

@@ -31,25 +31,29 @@ if TYPE_CHECKING:
 
 
 class MeshModule(ModuleCalls):
-    """A module on a mesh: takes global torch tensors, MeshTensors or DTensors in the order of the function's parameters
-    that are no weights, or by name (a parameter that is a tuple is one per field: `t_0`, ...); gives what the function
-    returns. If any argument is a MeshTensor (a DTensor), all results are. Autograd records a call with tensors that
-    require a gradient; weights are constants.
+    """A Relax module that is distributed over a mesh, as a callable. A call takes the function's inputs (its parameters
+    that are no weights) by position or by name; a parameter that is a tuple takes one tensor per field: `t_0`, `t_1`,
+    ... They are global torch tensors, MeshTensors or DTensors, and the call returns what the function returns. If any
+    argument is a MeshTensor (a DTensor), all results are. torch.autograd records calls with inputs that require a
+    gradient; weights are constants.
 
-    It runs on a virtual mesh; if it was made for a DeviceMesh, or gets DTensors, on that one's ranks. There, global
-    tensors are the same on every rank."""
+    It runs on a virtual mesh; if it was made for a DeviceMesh, or is called with DTensors, on the ranks of that
+    DeviceMesh, all of which have to make the same calls with the same global tensors. What is said to be collective has
+    to be called on all ranks, too."""
 
     def state_dict(self, *, full: bool = True) -> dict[str, Any]:
-        """The weights, and what the module writes, under all names that they had in torch.
+        """The weights and the state that calls update (caches, running statistics), by all names that they had in
+        torch.
 
-        full   whole tensors; of weights that are DTensors all ranks have to ask. Else as they are held: what was laid
-               out as MeshTensors or DTensors, what was not as it was given, in memory of its own
+        full   global tensors (collective, if weights are DTensors). Otherwise tensors as they are held: distributed
+               ones as MeshTensors or DTensors, others as copies of what was given
         """
         made = {**{name: self.weight(name, full) for name in self._weights}, **self._state_values(full)}
         return {theirs: tensor for name, tensor in made.items() for theirs in self._signature.names[name]}
 
     def weight(self, name: str, full: bool) -> Any:
-        """That of a parameter, as `state_dict` gives it. What callers write into plain tensors is theirs alone."""
+        """The weight of one parameter, as in `state_dict`. Plain tensors are copies: writing to them changes no
+        weight."""
         tensor = self._weights[name]
         if full or isinstance(tensor, Refined):
             return whole(tensor).clone() if isinstance(tensor, torch.Tensor) else whole(tensor)
@@ -57,10 +61,10 @@ class MeshModule(ModuleCalls):
 
     @undisturbed
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Go on with other weights, by the names that `weights` takes: whole tensors, DTensors, MeshTensors, or what
-        `open_weights` gives. On ranks all have to ask.
+        """Replace weights and state. `state` is as `weights` of `distribute_module`: global tensors, DTensors,
+        MeshTensors, or what `open_weights` gives, by name. Collective.
 
-        strict   refuse a state in which weights are missing, instead of keeping these
+        strict   refuse a `state` that lacks weights, instead of keeping those that the module has
 
         Raises:
             MeshTensorError: names are unknown or missing, or shapes or dtypes differ; the weights stay as they were.
@@ -79,19 +83,20 @@ class MeshModule(ModuleCalls):
             self._launches, self._recordings = Recent(MODULE_SIZES), Recent(MODULE_SIZES)
 
     def reset_state(self) -> None:
-        """What the module writes is again as it was before the first call, or as it was loaded last. On ranks all have
-        to ask."""
+        """Set the state that calls update back to what it was before the first call, or as it was loaded last.
+        Collective."""
         with self._turn("a state that is reset"):
             self._state = self.on_all_ranks("a state that is reset", lambda _: ModuleState(self._state.first))
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what the module writes, by the names that it had in torch."""
+        """The global shapes of the state that calls update, by the names that it had in torch."""
         names = self._signature.names
         return {theirs: tuple(first.shape) for name, first in self._state.first.items() for theirs in names[name]}
 
     def reorder_state(self, places: torch.Tensor) -> None:
-        """Each row of what the module writes is what the row at its place was. On ranks all have to ask."""
+        """Reorder the rows (dim 0) of the state that calls update: row i becomes what row `places[i]` was.
+        Collective."""
         with torch.no_grad(), self._turn("a state that is reordered"):
             self.on_all_ranks("state", lambda _: self._state.reorder(places))
 
@@ -150,8 +155,8 @@ class MeshModule(ModuleCalls):
         return self._recorder(mod, self._function, mesh, wanted, self._weights)
 
     def bind(self, *args: Any, **named: Any) -> tuple[dict[str, Any], ModulePlan]:
-        """The tensors of a call by parameter, weights among them, and the plan for their sizes that takes no axis
-        apart; nothing is run."""
+        """Check the arguments of a call without running it: all tensors by parameter, weights included, and the plan
+        for their sizes, in which no mesh axis is split into sub-axes."""
         arguments, named = call_tensors(self._form, args, named)
         tensors = self._signature.bind(self._held, arguments, named)
         self._plan = self._planned(self._signature.check(tensors), whole_axes=True)
@@ -159,17 +164,17 @@ class MeshModule(ModuleCalls):
 
     @property
     def program(self) -> Program:
-        """The steps of every device, for the sizes of the last call."""
+        """The steps that every device runs, for the sizes of the last call."""
         return self.plan.made.program
 
     @property
     def inputs(self) -> tuple[ModuleParam, ...]:
-        """The parameters that calls pass, in order; open sizes are symbols."""
+        """The parameters that calls pass, in order; unknown sizes in their shapes are symbols."""
         return tuple(param for param in self._signature.params if param.name not in self._held)
 
     @property
     def function(self) -> str:
-        """The function of the module that is run."""
+        """The name of the function that is run."""
         return self._function
 
     @property
@@ -183,14 +188,14 @@ class MeshModule(ModuleCalls):
         return self.plan.local_module
 
     def twin(self) -> MeshModule:
-        """A module that has this one's plans, and may be called by another thread at the same time."""
+        """A module that shares this one's plans and weights, for calls from another thread at the same time."""
         made = object.__new__(MeshModule)
         vars(made).update(vars(self), _launches=Recent(MODULE_SIZES), _last_of_parts=None)
         return made
 
     def with_parts(self, numbers: Iterable[int]) -> MeshModule:
-        """A module, of known sizes, that leaves the results of these numbers as the parts that this one adds up over
-        devices at its end."""
+        """A module of known sizes whose results of these numbers (positions) stay partial sums, where this one reduces
+        them over devices at its end."""
         made = self.twin()
         made._plans = self._plans.with_parts(numbers)
         made._plan = made._planned({})
@@ -206,6 +211,6 @@ class MeshModule(ModuleCalls):
         return f"MeshModule({self._function}({names}), {self.mesh}, target={self._target.name!r})"
 
     def explain(self, *, short: bool = False) -> str:
-        """What was decided, why, and what it costs: all steps, or, `short`, a line for each kind of layer and of
-        collective."""
+        """The plan as text: layouts with their reasons, the steps, and their cost in bytes. `short`: a line for each
+        kind of layer and of collective instead of all steps."""
         return summary(self.program, self._signature.places()) if short else explain(self.program)

@@ -58,38 +58,37 @@ def distribute_module(
     """Make a Relax module callable on a mesh.
 
     Args:
-        mod: the module in global view, with annotations (`annotate_module`, `R.dist.annotate_sharding`) or without;
-            what `from_torch` gave, whose weights are then known, and which is called as the model was recorded, and
-            gives what that gave; or a `training_step`.
-        mesh: a Mesh, a dict, or a DeviceMesh of torch's, on whose ranks the module then runs; None takes the mesh that
-            the module's annotations are for.
-        shardings: layouts of named parameters and values, as `annotate_module` takes them.
-        weights: parameters that stay, by name (the module's, or that in torch): split once, whatever sizes come.
-            Tensors, or what `open_weights` gives of files. What is left of the parameters is passed at every call.
-        priority: whose layouts are heard first, as `annotate_module` takes it.
-        function: the function to run.
-        target: where kernels run, as in `compile`.
-        strict: refuse annotations that can't be used as stated, instead of changing layouts between them.
-        replicate_unknown: compute operators without a sharding rule on whole tensors, on every device.
-        kernels: operators that run as TileLang kernels: from an operator's name to a function from its call on tiles to
-            a kernel on the operands, then the results, or None (torch computes the call).
-        check_indices: refuse elements that are looked up in a table that doesn't have them, and integers divided by 0,
-            as torch does; without it they give NaN, or the lowest integer. On ranks, indices in whole tensors are
-            checked before anything runs.
-        poison: on a virtual mesh, padding holds NaN or extreme integers, so that what reads it shows (for tests).
-        overlap: whether collectives run beside operators and kernels. `auto` starts them early, and on ranks splits
-            TileLang kernels into slabs where a cost model says so; `off` runs everything in bulk, a number is into
-            how many slabs kernels beside a collective are split. Gradients go in buckets where it is `auto`.
-        donate: take the tensors out of `weights`, which is empty then: each is let go once it is laid out.
-        machine: what the plan is for, or a preset's name ("h100x16"): what is cheap on it is done; None: what is on
-            this project's CPU ranks. It changes what is sent and repeated, never the result.
+        mod: the module in global view, with annotations (`annotate_module`, `R.dist.annotate_sharding`) or without; an
+            ImportedModule (of `from_torch`), which brings its weights, and is called as the torch model was exported;
+            or a `training_step`.
+        mesh: a Mesh, a dict from axes to sizes, or a torch DeviceMesh, on whose ranks the module then runs; None: the
+            mesh of the module's annotations.
+        shardings: layouts of parameters and values by name, as in `annotate_module`.
+        weights: tensors for parameters that stay the same from call to call, by the parameter's name or that in torch,
+            or the result of `open_weights`. They are distributed once. All other parameters are passed at every call.
+        priority: the order in which stated layouts propagate, as in `annotate_module`.
+        function: the name of the function to run.
+        target: the target of kernels, as in `compile`.
+        strict: refuse annotations that can't be used as stated, instead of redistributing between them.
+        replicate_unknown: compute operators that have no sharding rule replicated, on every device.
+        kernels: TileLang kernels for operators: from an operator's name to a function of its call on tiles, which
+            returns a kernel whose parameters are the operands, then the results; or None for torch's operator.
+        check_indices: refuse indices out of range and integer division by 0, as torch does; without it such elements
+            are NaN, or the lowest integer. On ranks, indices in global tensors are checked before anything runs.
+        poison: on a virtual mesh, fill padding with NaN or extreme integers, so that reads of it show (for tests).
+        overlap: overlap of collectives with operators and kernels. `auto` starts collectives early, reduces gradients
+            in buckets, and on ranks splits TileLang kernels into slabs where the cost model says so; `off` runs one
+            step after the other; a number is the number of slabs of kernels that overlap with a collective.
+        donate: empty the dict `weights`: each tensor in it is freed once it is distributed.
+        machine: the Machine that the plan is optimized for, or a preset's name ("h100x16"); None: this project's CPU
+            ranks. It changes what is communicated and recomputed, never the result.
 
     Returns:
-        A `MeshModule`; of a training step, a `TrainingRun`. It is planned here, or at the first call with new sizes if
-        the function has symbolic ones.
+        A `MeshModule`; of a training step, a `TrainingRun`. A function with symbolic sizes is planned at the first call
+        with new sizes, any other one here.
 
     Raises:
-        MeshTensorError: what was asked for can't be done; the message names the binding and the operator.
+        MeshTensorError: something can't be distributed as stated; the message names the bindings and operators.
     """
     form, constants = None, Constants()
     if isinstance(mod, ImportedModule):

@@ -43,10 +43,10 @@ _FILE_BYTES = 2**30  # of whole weights that are in memory at a time
 
 @undisturbed
 def save(run: MeshModule, folder: str | os.PathLike[str]) -> None:
-    """Write a module on a mesh, with its layouts and its weights, as `module.json`, files of safetensors, and
-    `weights.json`, which says which piece of which weight is where. Whole weights go to files of 1 GiB, under their
-    names in torch. On ranks all have to ask: each rank writes what it is the first to have of weights that are
-    DTensors, rank 0 the rest.
+    """Write a distributed module with its layouts and weights to a folder: `module.json`, safetensors files, and
+    `weights.json`, which says in which file each piece of each weight is. Global weights go to files of up to 1 GiB,
+    under their names in torch. Collective: each rank writes the tiles of DTensors that no earlier rank has, rank 0 the
+    rest.
 
     Raises:
         MeshTensorError: the folder can't be written, or safetensors is not installed.
@@ -146,14 +146,13 @@ def _entry(name: str, tensor: Any) -> Any:
 def load(
     folder: str | os.PathLike[str], mesh: Any = None, shardings: Mapping[str, Any] | None = None, **options: Any
 ) -> MeshModule:
-    """What `save` wrote, as a module on a mesh: of as many devices as you have now. Weights are read where they are
-    needed, on ranks a rank's tiles only. Results are tensors and tuples: classes of a model's own are not saved.
+    """Read a module that `save` wrote, and distribute it over any mesh. Weights are read where they are needed: on
+    ranks, only a rank's own tiles. Results are tensors and tuples; a model's own classes are not saved.
 
     Args:
         folder: the folder.
-        mesh: a Mesh, a dict, or a DeviceMesh of torch's; None takes the one it was saved for.
-        shardings: layouts for that mesh, instead of those that it was saved with. These are for its axes by name;
-            an axis that the mesh has not is left out of them.
+        mesh: a Mesh, a dict, or a torch DeviceMesh; None: the mesh that it was saved for.
+        shardings: layouts for that mesh; None: those that it was saved with, without axes that the mesh doesn't have.
         options: of `distribute_module`, but for `weights`.
 
     Raises:

@@ -62,42 +62,43 @@ def search(
     uneven: bool = False,
     **only: Sequence[Any],
 ) -> Found | FoundKernel | TrainingPlans:
-    """Search how the parameters of a module are laid out best; or, with `batch`, how a model is trained best. Nothing
-    is run. Deterministic, unless it is out of time, or stopped: Ctrl-C ends it with what it has found, if it has.
+    """Search the best layouts of a module's parameters or a kernel's buffers; or, with `batch`, the best way to train a
+    model. Nothing is run. The result is deterministic unless `seconds` run out or Ctrl-C ends the search with the best
+    that it has found so far.
 
-    Without `batch`, every strategy that is looked at is planned, and simulated on the machine. With it, the module
-    gives a loss, and repeats layers. Ways to train it are combined of data and model parallel meshes, stages,
-    microbatches, schedules, ZeRO and recomputation, as `mt.pipeline` runs them. What comes before the layers, a layer,
-    and what comes after them are planned and simulated once per size; of these, every way is put together; and the
-    best ones are planned in full.
+    Without `batch`, every candidate is planned, and simulated on the machine. With `batch`, the module gives a loss and
+    has repeated layers, and candidates combine data and tensor parallel meshes, stages, microbatches, schedules, ZeRO
+    and recomputation, as `mt.pipeline` runs them. What precedes the layers, one layer, and what follows them are
+    planned and simulated once per size; each candidate's time is composed of these, and the best ones are planned in
+    full.
 
     Args:
-        module: a Relax module of known sizes, what `from_torch` gives, or a training step; or a kernel of known sizes,
-            whose buffers may lie in any way: what it takes to bring them there doesn't count, and nothing but meshes,
-            width, objective, memory_limit and seconds does.
-        devices: how many there are; or the mesh that is laid out; or a topology, whose meshes are a model's stages, in
-            order: of how many devices each, their axes are found.
-        machine: what they are, or a preset's name; None: this project's CPU ranks.
-        objective: what counts: "time", "memory", or "cost", which is time by devices, of which fewer may do then (all
-            numbers that divide `devices`). The others decide between equals.
-        memory_limit: bytes of a device that may be used; None: the machine's memory. What needs more comes last.
-        function: the function to lay out.
-        meshes: the meshes to try; None: all of one or two axes.
-        width: how many strategies are carried on from one step to the next.
+        module: a Relax module of known sizes, an ImportedModule, or a training step; or a kernel of known sizes, for
+            which only meshes, width, objective, memory_limit and seconds count. What it costs to bring a kernel's
+            buffers into the layouts is not counted.
+        devices: the number of devices; or a mesh; or a topology, whose meshes are the stages of a model in order (each
+            one's number of devices is kept, and its axes are found).
+        machine: a Machine, or a preset's name; None: this project's CPU ranks.
+        objective: "time"; "memory", the peak bytes of a device; or "cost", time x devices, for which fewer devices are
+            tried, too (all divisors of `devices`). The other two decide between equals.
+        memory_limit: bytes per device; None: the machine's memory. Candidates that need more come last.
+        function: the name of the function.
+        meshes: the meshes to try; None: all with one or two axes.
+        width: the width of the beam search: candidates that are kept from one step to the next.
         seconds: after which the search ends with what it has.
-        batch: the rows of a batch that is trained with.
-        inputs: of a Relax module that is trained, the parameters that are no weights.
-        states: numbers that the optimizer keeps per weight, in float32: 2 of Adam.
-        finalists: how many of the best are planned in full; the best of them is the first.
-        known: what an earlier search wrote with `save()`; it goes on from there.
-        uneven: stages may be on meshes of different sizes, too, as dynamic programming cuts them best (1F1B).
-        progress: called with how many ways to train (of layouts: meshes) were looked at, and how many there are; True:
-            a bar on stderr.
-        only: what ways to train are held to, as `microbatches=[4, 8]`, `schedules`, `zero`, `recompute`, `sequence`,
-            or sizes of the `model` axis.
+        batch: the number of rows of a training batch.
+        inputs: of a Relax module that is trained, the names of the parameters that are no weights.
+        states: float32 numbers that the optimizer keeps per weight: 2 for Adam.
+        finalists: how many of the best candidates are planned in full, which decides their order.
+        known: a file that `save()` of an earlier search wrote, to continue from.
+        uneven: also try stages on meshes of different sizes, cut by dynamic programming (1F1B).
+        progress: a function of the number of candidates (for layouts: meshes) looked at so far, and of all; True: a
+            progress bar on stderr.
+        only: restrictions on the ways to train, e.g. `microbatches=[4, 8]`; also `schedules`, `zero`, `recompute`,
+            `sequence`, and sizes of the `model` axis.
 
     Returns:
-        What was found, the best first: layouts (`Found`, `FoundKernel`), or ways to train (`TrainingPlans`).
+        The candidates, the best first: layouts (`Found`, `FoundKernel`), or ways to train (`TrainingPlans`).
 
     Raises:
         MeshTensorError: nothing fits into memory (it says what would), or there is nothing to search.

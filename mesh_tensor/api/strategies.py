@@ -1,7 +1,7 @@
-"""Strategies are layouts: each function gives what `distribute_module` takes for a module or a training step.
+"""Parallelism strategies as layouts: each function gives a dict {name: {axis: dim}} for `distribute_module`.
 
-They are combined by `combine`, change nothing by themselves, and whatever they say can be said by hand. What a strategy
-does not say is propagated.
+`combine` merges them. A strategy changes nothing by itself, and could be written by hand; values that it doesn't name
+get their layouts by propagation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ __all__ = [
 
 
 def data_parallel(module: Module, axis: str = "data", *, dim: int = 0) -> Layouts:
-    """The batch is split: dim `dim` of every input that has it in the size of the first one's."""
+    """Data parallelism: split the batch over `axis`. That is dim `dim` of the first input that has it, and of all
+    inputs of the same size there. Refused where no input has such a dim."""
     sizes = _inputs(module)
     first = next((shape[dim] for shape in sizes.values() if len(shape) > dim), None)
     found = {name: {axis: dim} for name, shape in sizes.items() if len(shape) > dim and shape[dim] == first}
@@ -48,16 +49,18 @@ def data_parallel(module: Module, axis: str = "data", *, dim: int = 0) -> Layout
 
 
 def context_parallel(module: Module, axis: str = "context", *, dim: int = 1) -> Layouts:
-    """The positions of a sequence are split: dim `dim` of the inputs. Keys and values are gathered for attention."""
+    """Context parallelism: split the positions of the sequence, dim `dim` of the inputs, over `axis`. Attention gathers
+    keys and values."""
     return data_parallel(module, axis, dim=dim)
 
 
 def tensor_parallel(module: Module, axis: str = "model", *, vocabulary: bool = False) -> Layouts:
-    """Megatron's, found in the graph: where linear layers meet again in a linear layer, with nothing between them that
-    needs all features at once, the first are split by what they give and the second by what it takes. That is one
-    all-reduce forward, and one backward, for each such group.
+    """Megatron's tensor parallelism over `axis`, found in the graph: groups of linear layers whose outputs reach
+    another linear layer through operators that don't need all features at once. The former are split by output features
+    (column parallel), the latter by input features (row parallel): one all-reduce forward and one backward per group.
+    Refused where there is no such group.
 
-    vocabulary   tables of embeddings are split by rows, and the layer that gives the loss's logits by classes
+    vocabulary   also split embedding tables by rows (tokens), and the layer that gives the logits by classes
     """
     pairs = find_pairs(_graph(module))
     names = _source_names(module)
@@ -82,16 +85,19 @@ def tensor_parallel(module: Module, axis: str = "model", *, vocabulary: bool = F
 def sequence_parallel(
     module: Module, axis: str = "model", *, dim: int = 1, also: Mapping[str, int] | None = None
 ) -> Layouts:
-    """What is between the groups of `tensor_parallel` over the same axis, split over dim `dim`, its positions:
-    all-reduces become reduce-scatters and all-gathers. Combine it with `tensor_parallel`.
+    """Megatron's sequence parallelism: activations between the groups of `tensor_parallel` over the same axis are split
+    along dim `dim`, the positions, so that all-reduces become reduce-scatters and all-gathers. Combine it with
+    `tensor_parallel`.
 
-    also   what other axes split there, as {"data": 0} beside data parallelism: what is stated leaves nothing open
+    also   the dims that other axes split in these activations, e.g. {"data": 0} with data parallelism; axes that are
+           not named replicate them
     """
     return {name: {**(also or {}), axis: dim} for name in find_pairs(_graph(module)).sums}
 
 
 def expert_parallel(module: Module, parameters: Iterable[str], axis: str = "expert", *, dim: int = 0) -> Layouts:
-    """Experts are split: dim `dim` of these parameters (names, or patterns as "*.experts.*")."""
+    """Expert parallelism: split dim `dim` (the experts) of these parameters over `axis`. They are given by name, or by
+    patterns such as "*.experts.*"; names that the module doesn't have are refused."""
     found = list(parameters)
     _, problems = NamedValues(_mod(module), "main").meant_by(found)
     if problems:
@@ -101,14 +107,16 @@ def expert_parallel(module: Module, parameters: Iterable[str], axis: str = "expe
 
 
 def zero(step: TrainingStep, level: int) -> TrainingStep:
-    """The step with what the optimizer keeps (level 1, 2), and the parameters (3), split over the batch's axes."""
+    """ZeRO: a copy of the step whose optimizer state (levels 1 and 2), or optimizer state and parameters (level 3), are
+    split over the axes that split the batch; 0 splits nothing."""
     if level not in (0, 1, 2, 3):
         refuse(f"there is no level {level!r} of ZeRO", fix="use 0, 1, 2 or 3")
     return replace(step, zero=level)
 
 
 def combine(*layouts: Mapping[str, Mapping[str, int]]) -> Layouts:
-    """All of the layouts together: what they say of one value is one layout.
+    """Merge layouts: the axes that they state for one value become one layout. Refused where they state different dims
+    for one axis of a value.
 
     >>> combine({"x": {"data": 0}}, {"x": {"context": 1}})
     {'x': {'data': 0, 'context': 1}}
@@ -157,11 +165,9 @@ def _source_names(module: Module) -> Callable[[str], str]:
     return lambda name: names.get(name, name)
 
 
-ParameterDims = Mapping[str, Mapping[str, int]]
-
-
-def preset_layouts(module: Module, function: str, mesh: Mesh) -> Iterator[ParameterDims]:
-    """ParameterDims of parameters, by the function's names: every axis for the data but one, or none, for the model."""
+def preset_layouts(module: Module, function: str, mesh: Mesh) -> Iterator[Layouts]:
+    """Layouts that a search starts from, by the names of the function's parameters: one axis, or none, for tensor
+    parallelism, and the others for the data."""
     if function != "main":
         return
     mod = module if isinstance(module, ir.IRModule) else module.mod
@@ -186,7 +192,7 @@ def _batch_inputs(module: Module) -> list[str]:
         return []
 
 
-def _models(module: Module, axis: str | None) -> list[ParameterDims]:
+def _models(module: Module, axis: str | None) -> list[Layouts]:
     """Megatron's layouts over an axis, without and with the vocabulary; without an axis, none."""
     if axis is None:
         return [{}]
@@ -197,7 +203,7 @@ def _models(module: Module, axis: str | None) -> list[ParameterDims]:
 
 
 def _over_data(
-    sizes: Mapping[str, object], weights: set[str], made: ParameterDims, data: Mapping[str, int]
+    sizes: Mapping[str, object], weights: set[str], made: Layouts, data: Mapping[str, int]
 ) -> dict[str, dict[str, int]]:
     """The weights, their first whole dim split over the data's axes as well."""
     found = {}

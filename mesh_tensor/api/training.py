@@ -103,42 +103,42 @@ def training_step(
     check: bool = True,
     **options: Any,
 ) -> TrainingStep:
-    """A step of training as a module: forward, backward and the optimizer's step.
+    """One step of training as a module: forward, backward and the optimizer's update.
 
     Args:
         model: a torch model in the mode that it is to be trained in; or what `from_torch` gave of one that gives its
             loss.
-        loss: of what the model gives for all inputs but the last one, and the last one (`F.cross_entropy`); None: what
-            the model gives for all inputs is the loss.
-        inputs: example inputs, of the sizes that are trained with.
+        loss: a function of the model's output for all inputs but the last one, and the last one, e.g.
+            `F.cross_entropy`; None: the model's output for all inputs is the loss.
+        inputs: example inputs, of the shapes that training uses.
         optimizer: "sgd", "momentum", "adam", "adamw" or "lion", with the formulas and defaults of torch; or a function
             `rule(parameter, gradient, lr, step, *, average) -> (new parameter, {"average": ...})` of torch tensors.
-        zero: 1 or 2 splits what the optimizer keeps over the axes that split the batch, 3 the parameters as well.
-        clip_norm: the norm of all gradients together is not larger than this.
-        schedule: from the number of the step (0, 1, ...) to what the learning rate is multiplied with.
-        accumulate: into how many microbatches the batch is taken apart. They are gone through one after the other; the
-            loss and the gradients are those of the whole batch. A module that was imported is one of a microbatch.
-        per_microbatch: submodules that take the rows of a microbatch together, as a batch norm does in training, and
-            are to do so, of a module that was imported: loss and gradients are not the whole batch's then, but what
-            torch makes of the microbatches one after the other. What the model writes (running statistics) is handed on
-            from each to the next.
-        loss_scale: what the loss is multiplied with before gradients are taken, which are divided by it again: a
-            number, or "dynamic", which leaves out steps whose gradients overflow and goes on with a smaller one.
-        recompute: what the backward pass computes again instead of keeping it: "full", all but the results of layers;
-            "selective", what takes few operations; "auto", of that so much that as little as possible is kept; a
-            number: so much that what is kept has at most so many bytes, on all devices together; or names of submodules
-            (patterns: the outermost that are meant) whose results are kept: all before the last of them but these.
-            Results are the same bits.
-        seed: what the model's dropouts drop follows from it, the number of the step, and where it stands in the whole
-            tensor.
-        reduce_dtype: in which devices add up their parts of gradients: "bfloat16" or "float16" sends half as much, and
-            rounds every gradient; None: float32 at least.
-        check: compare a step on the example inputs with torch.autograd.
+        zero: the level of ZeRO: 1 or 2 splits the optimizer state over the axes that split the batch, 3 the parameters
+            as well.
+        clip_norm: scale the gradients down so that their norm, over all parameters, is at most this.
+        schedule: a function of the number of the step (0, 1, ...), whose result multiplies the learning rate.
+        accumulate: gradient accumulation: the number of microbatches that the batch is split into, which run one after
+            the other. Loss and gradients are those of the whole batch. An imported module has the size of a microbatch.
+        per_microbatch: submodules that mix the rows of a microbatch, as a batch norm does in training, and may do so.
+            Loss and gradients are then not the whole batch's, but what torch computes for one microbatch after the
+            other; buffers that the model updates (running statistics) go from each microbatch to the next.
+        loss_scale: for 16-bit training: the loss is multiplied by this before the backward pass, and the gradients are
+            divided by it. A number, or "dynamic": a step whose gradients overflow is skipped, and the scale reduced.
+        recompute: activation checkpointing: which activations the backward pass computes again instead of keeping
+            them. "full": all but the results of layers; "selective": those that take few operations; "auto": as many
+            of these as keep the least memory; a number: as many as keep at most so many bytes, on all devices
+            together; or names or patterns of submodules (the outermost that match), whose results are kept, and all
+            others before the last of them are not. Results are the same, bit for bit.
+        seed: of dropout: what is dropped depends on the seed, the number of the step and the position in the global
+            tensor, so not on the mesh.
+        reduce_dtype: the dtype in which gradients are reduced over devices: "bfloat16" or "float16" sends half as much,
+            and rounds every gradient; None: float32 or wider.
+        check: compare the gradients on the example inputs with those of torch.autograd.
         options: of the optimizer: lr, betas, eps, weight_decay, momentum, nesterov.
 
     Returns:
-        What `distribute_module` takes: `run = mt.distribute_module(step, {"data": 2}, {"x": {"data": 0}})`; then
-        `loss = run(x, y)`, again and again.
+        The step, for `distribute_module`: `run = mt.distribute_module(step, {"data": 2}, {"x": {"data": 0}})`; then
+        each `loss = run(x, y)` takes one step.
 
     Raises:
         MeshTensorError: an operator has no gradient, or can't be imported; a parameter has no influence on the loss;

@@ -18,12 +18,12 @@ from mesh_tensor.base.topology import Topology
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.searching.choices import DATA, MODEL, Choice
-from mesh_tensor.searching.pieces import Estimate, named_schedule, pareto
+from mesh_tensor.searching.pieces import Estimate, named_schedule
 from mesh_tensor.simulation import PipelineSimulation, Simulation
 from mesh_tensor.simulation.pipelines import simulate_pipeline
 from mesh_tensor.simulation.summary import in_bytes, in_seconds
 
-from .found import cost_head, costs, made_once, one_of
+from .found import Ranked, cost_head, costs, made_once
 from .fragments import StageFragments
 from .model_pieces import ModelPieces, without_axis
 from .pipeline import Pipeline, pipeline
@@ -34,7 +34,7 @@ from .strategies import combine
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingPlans:
+class TrainingPlans(Ranked[Estimate]):
     """What a search over ways to train found: `plans`, the best first, each with its step's time and the memory of the
     device that holds most.
 
@@ -54,13 +54,8 @@ class TrainingPlans:
     _runs: dict[tuple, Any] = field(repr=False, default_factory=dict)
 
     @property
-    def best(self) -> Estimate:
-        """The first one."""
-        return self.plans[0]
-
-    def pareto(self) -> list[Estimate]:
-        """The plans than which no other one takes less time and less memory, the fastest first."""
-        return pareto(self.plans)
+    def _ranked(self) -> tuple[Estimate, ...]:
+        return self.plans
 
     def picture(self, width: int = 60, height: int = 12) -> str:
         """Time against memory, so many characters large: every plan a dot, those of the front an o."""
@@ -80,7 +75,7 @@ class TrainingPlans:
 
     def arguments(self, plan: Estimate | None = None) -> dict[str, Any]:
         """What `mt.pipeline` takes beside the module for the best plan, or this one."""
-        chosen = one_of(plan, self.best)
+        chosen = self._chosen(plan)
         choice, names = chosen.choice, {ours: theirs for theirs, ours in source_names(self.pieces.flow.func).items()}
         cuts, done = [], 0
         for count in chosen.layers[:-1]:
@@ -102,7 +97,7 @@ class TrainingPlans:
     def run(self, *batch: Any, plan: Estimate | None = None, **options: Any) -> Any:
         """What the plan's pipeline gives for a batch: the loss. The pipeline is made once per plan and options; take
         `pipeline` for its gradients, and to update weights."""
-        return made_once(self._runs, self.pipeline, one_of(plan, self.best), options)(*batch)
+        return made_once(self._runs, self.pipeline, self._chosen(plan), options)(*batch)
 
     def pipeline(self, plan: Estimate | None = None, **options: Any) -> Pipeline:
         """The best plan, or this one, as a pipeline that trains; the options of `mt.pipeline`. Its optimizer's rule is
@@ -113,13 +108,13 @@ class TrainingPlans:
 
     def simulation(self, plan: Estimate | None = None) -> PipelineSimulation:
         """The best plan, or this one, simulated in full, without its optimizer's update."""
-        chosen = one_of(plan, self.best)
+        chosen = self._chosen(plan)
         return planned_whole(self.pieces, chosen.choice, chosen.layers, self.batch)[0]
 
     def rule(self, rule: Rule, plan: Estimate | None = None) -> Rule:
         """An optimizer's rule for `Pipeline.update` on a virtual topology as the plan has it: with ZeRO-1 every device
         of the data axis updates its part of each weight, and keeps states for that alone."""
-        choice = one_of(plan, self.best).choice
+        choice = self._chosen(plan).choice
         return _on_parts(rule) if choice.zero == 1 else rule
 
     def code(self, plan: Estimate | None = None) -> str:

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class TrainingRun:
-    """`loss = run(x, y)` takes the next step: a batch as global tensors (MeshTensors, DTensors), the loss as a whole
-    one. Parameters, and what the optimizer keeps, stay on the mesh, in the layouts that were stated for them. A step
-    that raises leaves them as they were.
+    """A training step on a mesh: `loss = run(x, y)` takes the next step with a batch of global tensors, MeshTensors or
+    DTensors, and returns the loss as a global tensor. Parameters and optimizer state stay on the mesh, in their
+    layouts. A step that raises leaves them as they were.
 
-    steps       how many steps were taken
-    skipped     how many were left out, because gradients overflowed under a dynamic loss scale
-    loss_scale  that of the next step; None: there is none"""
+    steps       number of steps taken
+    skipped     number of steps skipped because gradients overflowed under a dynamic loss scale
+    loss_scale  the loss scale of the next step; None: there is none"""
 
     def __init__(self, step: TrainingStep, module: MeshModule) -> None:
         self.steps = self.skipped = 0

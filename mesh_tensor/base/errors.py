@@ -10,7 +10,8 @@ _LONGEST = 120  # characters of a value in a message
 
 
 class MeshTensorError(ValueError):
-    """What was asked for can't be done: the message says what, where, why and the way out. Nothing was changed."""
+    """What was asked for can't be done. The message says what, where, why and how to fix it; nothing was changed. It is
+    a ValueError, too."""
 
 
 def refuse(what: str | Sequence[str], *, where: str = "", why: str = "", fix: str = "") -> NoReturn:

@@ -18,7 +18,8 @@ from .machine_checks import check_number, problems_of, unfit_parts
 
 @dataclass(frozen=True)
 class Memory:
-    """A level of a device's memory: up to `size` bytes are read and written at `rate`."""
+    """A level of a device's memory hierarchy: `size` in bytes, and the `rate` of reads and writes in bytes per
+    second."""
 
     size: int
     rate: float
@@ -26,11 +27,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects blocks of `devices` neighbours in the mesh's device order (None: any number of them).
+    """A network level: it connects blocks of `devices` neighbours in the mesh's device order (None: any number).
 
-    rate    bytes that a device receives
-    start   what a collective takes without its bytes
-    hop     what every message after the first one adds to that
+    rate    bytes per second that one device receives
+    start   latency of a collective in seconds: what it takes without its bytes
+    hop     seconds that every message after the first one adds to that
     """
 
     name: str
@@ -42,9 +43,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A class of operators: a call takes `start`, and then as long as the slower of its operations and its bytes, at
-    these shares of the machine's rates. `again`: the share of the memory's rate at which a kernel's blocks are loaded
-    again from beyond the nearest memory, which its operations don't hide; 0: they do."""
+    """The roofline model of a class of operators: a call takes `start` seconds, then as long as the slower of its
+    operations and its memory traffic. `flops` and `memory` are the shares (0 .. 1) of the machine's rates that the
+    class reaches. `again`: the share of the memory rate at which a kernel reloads blocks from beyond the nearest level,
+    in time that its operations don't hide; 0: they hide it."""
 
     start: float = 0.0
     flops: float = 1.0
@@ -54,8 +56,8 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds that a call takes before it works, that its operations and its bytes take beside each other, and until
-    what lies `far` is near, which nothing hides."""
+    """The time of one call, in seconds: `start` before it computes; `flops` and `memory` for its operations and its
+    memory traffic, which overlap; `far` for reloads from farther levels, which nothing hides."""
 
     start: float
     flops: float
@@ -64,12 +66,12 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """In all."""
+        """The time of the call in seconds."""
         return self.start + max(self.flops, self.memory) + self.far
 
     @property
     def bound(self) -> str:
-        """What takes most of it: start, flops or memory."""
+        """What limits the call: "start", "flops" or "memory"."""
         parts = ("flops", self.flops), ("memory", max(self.memory, self.far)), ("start", self.start)
         return max(parts, key=lambda part: part[1])[0]
 
@@ -108,27 +110,29 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Machine:
-    """Equal devices, and what connects them.
+    """The cost model of a set of equal devices and the network between them. Times are in seconds, rates per second.
 
-    flops      per dtype, operations of the units that multiply matrices; "float8" stands for all formats of 8 bits
-    memory     levels, the nearest first; the last one is where tensors live
-    links      levels, the innermost first
-    launch     seconds from one kernel or operator to the next that no work hides
-    call       seconds of a run beside its steps
-    busy       the share of a collective's time that the kernel beside it loses: 0 .. 1
-    devices    how many there are (None: as many as a mesh has)
-    processors how many of them work at the same time, where they share processors (None: all)
-    turn       where devices take turns on a processor: seconds from one step to the next that no call takes
-    start      ... and what `launch` is there, as a multiple of that on one device alone
-    cold_start seconds that a step takes more where more than the second nearest memory holds was touched since one of
-               its operator started: its code has left that, too
-    apart      where devices share processors: seconds in which a step is handed to those that take it at the same time
-    result     seconds in which a run hands a result to its caller, beside copying it, for every part of it that devices
-               which share processors have; 0: it is handed on as it is
-    action     of a pipeline: seconds of an action beside its fragment's run, as threads wait for each other's values
-    processor  which one `measure` ran on; None: its rates are of no processor that is known
-    price      of a device, per hour
-    classes    operators that reach another share of the rates, by operator or by class of operators
+    flops      dtype name -> peak operations per second of the matrix units; "float8" stands for all 8-bit formats
+    memory     the memory hierarchy, nearest level first; tensors live in the last one
+    links      the network levels, innermost first
+    launch     time between two kernels or operators that no other work hides
+    call       time of a run besides its steps
+    busy       the share (0 .. 1) of a collective's time by which it slows the kernel that runs beside it
+    devices    number of devices (None: as many as a mesh has)
+    processors number of devices that compute at the same time, where devices share processors (None: all)
+    turn       where devices take turns on a processor: time between two steps that belongs to neither
+    start      where devices take turns: `launch` as a multiple of what it is on one device alone
+    cold_start extra time of a step whose code has left the caches, because more bytes than the second level holds were
+               touched since its operator last started
+    apart      where devices share processors: time to hand a step to the threads that run it at the same time
+    result     where devices share processors: time to hand a result to the caller, for each of its tiles, besides
+               copying it; 0: it is handed over as it is
+    action     of a pipeline: time of an action besides its fragment's run, as threads wait for each other's values
+    processor  the processor that `measure` ran on; None: unknown
+    price      price of one device per hour, in any currency
+    classes    name of an operator, or of a class of operators -> the share of the rates that it reaches
+    tuning     thresholds between implementations, for the processor of this machine
+    sources    name of a field -> where its numbers come from
 
     >>> machine = Machine("one", {"float32": 1e12}, (Memory(2**30, 1e11),), (Link("wire", None, 1e9, 1e-5),))
     >>> machine.peak("float32") / machine.link(8).rate
@@ -176,8 +180,8 @@ class Machine:
         return hash((self.name, self.memory, self.links))
 
     def peak(self, dtype: object) -> float:
-        """Operations per second on `dtype`, by its name or as torch's, or on all formats of its size (`float8`);
-        integers and booleans count as float32."""
+        """Peak operations per second on `dtype` (a name, or a torch.dtype). A float8 format without a rate of its own
+        has that of "float8"; integers and booleans have that of float32. Refused where there is no such rate."""
         wanted = str(dtype).removeprefix("torch.")
         if not is_float(wanted):
             if not wanted.startswith(("int", "uint", "bool")):
@@ -196,15 +200,16 @@ class Machine:
 
     @property
     def main_memory(self) -> Memory:
-        """Where tensors live."""
+        """The memory level in which tensors live: the last one."""
         return self.memory[-1]
 
     def memory_rate(self, nbytes: float) -> float:
-        """Bytes per second of work on `nbytes` in all: that of the nearest level that holds them."""
+        """Bytes per second of memory traffic over a working set of `nbytes`: the rate of the nearest level that holds
+        it."""
         return next((level.rate for level in self.memory if nbytes <= level.size), self.memory[-1].rate)
 
     def link(self, devices: int) -> Link:
-        """The innermost link that connects a block of that many neighbours."""
+        """The innermost network level that connects a block of `devices` neighbours. Refused where none does."""
         found = next((link for link in self.links if link.devices is None or devices <= link.devices), None)
         if found is None:
             largest = max((link.devices or 0 for link in self.links), default=1)
@@ -217,13 +222,13 @@ class Machine:
         return found
 
     def joining(self, first: int, last: int) -> Link:
-        """The innermost link that connects the devices of these numbers."""
+        """The innermost network level that connects device number `first` with device number `last`."""
         blocks = (link for link in self.links if link.devices is None or first // link.devices == last // link.devices)
         return next(blocks, None) or self.link(last + 1)  # which says how far links reach
 
     def seen_from(self, first: int, devices: int) -> Machine:
-        """The machine as a mesh of so many neighbours has it that starts at device number `first`: where it starts
-        inside of a block that a link connects, and goes on in the next one, blocks of it have fewer neighbours."""
+        """The machine as a mesh on devices `first` .. `first + devices - 1` sees it: where the mesh starts inside a
+        block of a link and ends in another one, that link connects smaller blocks of the mesh."""
         links = list[Link]()
         for link in self.links:
             blocks = link.devices
@@ -234,14 +239,14 @@ class Machine:
         return self if tuple(links) == self.links else replace(self, links=tuple(links))
 
     def roofline(self, *names: str) -> Roofline:
-        """The class that is called by the first of `names` that there is; none: the machine's own rates."""
+        """The class of the first of `names` that has one; where none has, the machine's full rates."""
         return next((self.classes[name] for name in names if name in self.classes), _PLAIN)
 
     def work(
         self, flops: float, nbytes: float, dtype: str, *names: str, again: float = 0.0, between: float = 0.0
     ) -> Work:
-        """What an operator of the class `names` (as in `roofline`) takes, by what it takes it for. `again`: bytes that
-        a kernel loads a second time and more often, after so many bytes `between`."""
+        """The time of a call that does `flops` operations on `dtype` and moves `nbytes` bytes; `names` as in
+        `roofline`. `again`: bytes that a kernel reloads, each after it has touched `between` other bytes."""
         roofline = self.roofline(*names)
         computing = flops / (self.peak(dtype) * roofline.flops)
         moving = nbytes / (self.memory_rate(nbytes) * roofline.memory)
@@ -250,19 +255,20 @@ class Machine:
         return Work(self.launch + roofline.start, computing, moving, far)
 
     def rounds(self, devices: int, apart: bool = True) -> int:
-        """How often the processors go round that so many devices share; one of them does, unless they work `apart`."""
+        """Rounds in which shared processors run a step of `devices` devices: all of them where devices run `apart` (in
+        parallel), else one."""
         return 1 if self.processors is None else math.ceil(devices / (self.processors if apart else 1))
 
     def in_turn(self, work: Work, rounds: int, devices: int, apart: bool) -> float:
-        """Seconds of a call that processors make for so many of a mesh's devices one after the other, or, `apart`, for
-        as many at a time as there are processors."""
+        """Seconds of a call on `devices` devices in `rounds` rounds: one device after another, or, `apart`, as many at
+        a time as there are processors."""
         if self.processors is None or devices == 1:
             return work.seconds * rounds
         handed = self.apart if apart else 0.0
         return self.turn + handed + rounds * (work.seconds + self.launch * (self.start - 1))
 
     def colder(self, touched: float) -> float:
-        """What `cold_start` comes to where so many bytes were touched; in eighths."""
+        """Seconds of `cold_start` that apply after `touched` bytes were touched: a share of it, in eighths."""
         if not self.cold_start or len(self.memory) < 2:
             return 0.0
         nearest, next_one = self.memory[0].size, self.memory[1].size
@@ -270,20 +276,20 @@ class Machine:
         return self.cold_start * int(8 * gone) / 8
 
     def called(self, touched: float, results: Iterable[tuple[int, int]]) -> float:
-        """Seconds of a run beside its steps, which touches so many bytes and gives `results`: of how many bytes each,
-        and in how many parts."""
+        """Seconds of a run besides its steps. It touches `touched` bytes; `results`: (bytes, number of tiles) of each
+        result."""
         given = list(results) if self.result else []
         copied = 2 * sum(nbytes / self.memory_rate(2 * nbytes) for nbytes, _ in given)
         return self.call + self.result * sum(parts for _, parts in given) + self.colder(touched) + copied
 
     @property
     def flops_per_byte(self) -> float:
-        """The float32 operations of a device while it receives a byte over the outermost link."""
+        """Float32 operations that a device does in the time in which it receives one byte over the outermost link."""
         return self.peak("float32") / self._outermost.rate
 
     @property
     def bytes_per_start(self) -> float:
-        """The bytes that a device receives over the outermost link while a collective starts."""
+        """Bytes that a device receives over the outermost link in the time of a collective's latency."""
         return self._outermost.start * self._outermost.rate
 
     @property
@@ -291,11 +297,11 @@ class Machine:
         return self.links[-1] if self.links else self.link(2)  # which says that there is none
 
     def with_devices(self, devices: int) -> Machine:
-        """The same with so many devices."""
+        """This machine with another number of devices."""
         return replace(self, devices=devices)
 
     def check_holds(self, devices: int, what: str) -> None:
-        """Refuse what needs more devices than there are."""
+        """Refuse `what`, which needs `devices` devices, if the machine has fewer."""
         if self.devices is not None and devices > self.devices:
             refuse(
                 f"{what} has {devices} devices, the machine {self.devices}",
@@ -305,17 +311,16 @@ class Machine:
 
     @classmethod
     def measure(cls, seconds: float = 60.0) -> Machine:
-        """This machine as a virtual mesh of it is: what operators and changes of layout take here, in CPU time, so that
-        it doesn't matter who else is working. It takes at most about `seconds`, but what it can't do without (some
-        20 s)."""
+        """Measure this computer as the devices of a virtual mesh: times of operators and collectives, in CPU time, so
+        that other processes don't disturb it. It takes at most about `seconds`, and at least some 20 s."""
         fix = "say how long it may take: a number above 0"
         check_number("seconds", seconds, where="Machine.measure", fix=fix, above_zero=True)
         return cls._measure(seconds)
 
     def with_kernel(self, kernel: Any) -> Machine:
-        """The machine, which `measure` gave here, with a class for a kernel: the share of its rates that the kernel
-        reaches, at the sizes that it has, on one device of target "c". Simulations go by that for kernels of its name,
-        at all sizes; one that has a class is not measured again.
+        """This machine (measured here) with a class for a kernel: the share of the machine's rates that the kernel
+        reaches, measured at its sizes on one device of target "c". Simulations use it for kernels of that name, at all
+        sizes. A kernel that has a class is not measured again.
 
         Raises:
             MeshTensorError: the machine's rates are not those of this processor, or it is no kernel of known sizes, or
@@ -325,14 +330,15 @@ class Machine:
 
     @staticmethod
     def preset(name: str) -> Machine:
-        """A machine by its name: "h100", or "h100x16" for one of 16 devices. `Machine.presets()` has the names."""
+        """The preset of a name: "h100", or "h100x16" for 16 devices. Refused where there is none; `presets()` lists
+        them."""
         from .machine_presets import preset
 
         return preset(name)
 
     @staticmethod
     def presets() -> tuple[str, ...]:
-        """The names that `preset` knows."""
+        """The names of the presets."""
         from .machine_presets import PRESETS
 
         return tuple(PRESETS)
@@ -345,10 +351,10 @@ class Machine:
 
     @staticmethod
     def from_text(text: str) -> Machine:
-        """The machine of a text that `to_text` gave, or that was written by hand.
+        """The machine that a JSON text describes: one of `to_text`, or written by hand.
 
         Raises:
-            MeshTensorError: it is no JSON, or lists what it doesn't have or can't have.
+            MeshTensorError: it is no JSON, or has unknown fields or wrong values (all are named).
         """
         from .machine_presets import from_text
 

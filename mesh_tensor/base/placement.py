@@ -32,7 +32,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every device along the axis holds the same."""
+    """All devices along the axis hold the same elements."""
 
     def __str__(self) -> str:
         return "R"
@@ -40,7 +40,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial:
-    """The tensor is what `op` makes of what the devices along the axis hold."""
+    """The tensor is the reduction by `op` of the values that the devices along the axis hold."""
 
     op: str = "sum"
 

@@ -25,11 +25,11 @@ __all__ = ["Partial", "Placement", "Replicate", "Shard", "Sharding", "ceildiv"]
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class Sharding:
-    """How a tensor of `ndim` dims lies on `mesh`. Equal layouts are one object.
+    """The layout of a tensor of `ndim` dims on `mesh`. Immutable; equal layouts are one object.
 
-    `dims` has, per dim, the axes that split it, major first; `partial` has (axis, op) in mesh order; all
-    other axes replicate. `windows`: the dims of which devices hold windows instead of tiles; only what a kernel or an
-    operator reads lies so, never what users state.
+    `dims`: per dim, the axes that split it, major first; `partial`: pairs (axis, op) in mesh order; the tensor is
+    replicated along all other axes. `windows`: dims of which devices hold overlapping windows instead of tiles; they
+    occur for the inputs of kernels and operators, and can't be stated by users.
 
     >>> s = Sharding.make(Mesh({"x": 2, "y": 2}), 2, {"x": 0, "y": 1})
     >>> str(s), s.tile_shape((5, 8)), s.tile_offset((5, 8), 3), s.valid_extent((5, 8), 3)

@@ -32,11 +32,17 @@ _MOST_ROUNDED = 1e-2  # of the largest value
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImportedModule:
-    """A module that was made elsewhere: `mod` takes its weights as parameters, after its inputs; `params` are the
-    weights, by parameter name; `names` is from names that values had before to the module's. `state`: weights that a
-    call writes; their new values are the function's last results. `buffers`: weights that no training changes;
-    `frozen`: parameters that require no gradient. `form`: what the model takes and gives.
-    `constants`: its buffers that are no weights."""
+    """A Relax module that was imported, with its weights.
+
+    mod        the module; its function takes the inputs, then the weights
+    params     the weights, by parameter name
+    names      from the source's names of values ("fc.weight") to the module's ("fc_weight")
+    state      names of weights that a call updates; their new values are the function's last results
+    buffers    names of weights that training doesn't change
+    frozen     names of parameters that require no gradient
+    form       how the model is called and what it returns (nested inputs and results); None: plain tensors
+    constants  buffers of the model that are constants in the module
+    """
 
     mod: ir.IRModule
     params: dict[str, torch.Tensor]
@@ -49,7 +55,7 @@ class ImportedModule:
 
     @property
     def complex_inputs(self) -> frozenset[str] | None:
-        """The parameters that are complex in a call; None where that isn't known."""
+        """The names of the inputs that are complex tensors; None where that isn't known."""
         if self.form is None:
             return None
         numbers = [number for number in range(self.form.inputs.num_leaves) if number not in self.form.given]

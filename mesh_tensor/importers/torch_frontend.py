@@ -23,27 +23,29 @@ from .torch_program import dtypes_inside, results_of
 
 
 def from_torch(program: torch.export.ExportedProgram, *, check: bool = True, buffers: bool = False) -> ImportedModule:
-    """The Relax module of what `torch.export.export` gave.
+    """Import a program of `torch.export.export` as a Relax module with its weights.
 
-    Its function `main` takes the inputs in torch's order (nested ones flattened), under torch's names for them, then
-    the parameters: "blocks.0.fc.weight" is called `blocks_0_fc_weight` (an identifier; `p_` stands in front of a name
-    that begins with a digit). `annotate_module` knows them by both names; it also takes the name of a submodule,
-    "blocks.0.fc", for the tensor that it gives; of one that is called several times, "fc@0" is the first. Buffers are
-    constants, but for those that the program writes: they come after the parameters, and their new values are the last
-    results. Complex numbers are pairs of floats there, in a last dim of 2; so are weights in `params`, which share the
-    model's memory. What goes in or out and is no tensor is left out, but `distribute_module` of what this gives knows
-    of it. A single result is no tuple.
-    `scaled_dot_product_attention`, `layer_norm`, `rms_norm`, `gelu` and others that Relax has stay one operator each.
-    A program in which dropout is at work takes a whole number as its last input, `dropout_seed` (by name, where it has
-    inputs by name, or nested ones): what is dropped follows from it and from where it stands in the whole tensor, so it
-    is the same on any mesh.
+    The module's function `main` takes the inputs in torch's order and under torch's names (nested inputs flattened),
+    then the parameters. A parameter's name is made an identifier: "blocks.0.fc.weight" becomes `blocks_0_fc_weight`
+    (with the prefix `p_` if it began with a digit). `annotate_module` takes both names; it also takes the name of a
+    submodule, "blocks.0.fc", for its output ("fc@0", "fc@1", ... if it is called several times).
+
+    Buffers are constants, except those that the program updates: these follow the parameters, and their new values are
+    the last results. Complex tensors become float tensors with a last dim of 2, also in `params`, whose tensors share
+    the model's memory. Inputs and results that are no tensors are left out of `main`, and `distribute_module` restores
+    them. A single result is no tuple. `scaled_dot_product_attention`, `layer_norm`, `rms_norm`, `gelu` and other
+    operators that Relax has are kept as one operator.
+
+    A program with active dropout has a further last input, the integer `dropout_seed` (passed by name if the program
+    has inputs by name, or nested ones). What is dropped depends on the seed and the position in the global tensor, so
+    it is the same on any mesh.
 
     Args:
-        program: what `torch.export.export` gave.
-        check: run both on the program's example inputs, and refuse a module whose results are not torch's: TVM's
-            importer leaves out some options of some operators.
-        buffers: those that the model's `state_dict()` has are parameters, too: they can be laid out by name, replaced,
-            and are in the `state_dict()` of a run. No training changes them.
+        program: the ExportedProgram.
+        check: run both on the program's example inputs, and refuse a module whose results differ from torch's. (TVM's
+            importer ignores some options of some operators.)
+        buffers: make the buffers in the model's `state_dict()` parameters, too: they can be sharded by name, replaced,
+            and are in the `state_dict()` of a run. Training doesn't change them.
 
     Raises:
         MeshTensorError: an operator that can't be imported, random or of another result type than in torch, named with

@@ -30,12 +30,10 @@ SplitDims = tuple[tuple[str, Dim], ...]  # axis, a dim that the factor which it 
 SizedStep = Callable[[Mapping[str, ProgramValue], Sequence[int]], Step]  # from the values and the symbols' sizes
 
 
-def lower_to_program(
-    func: tirx.PrimFunc, strict: bool = False, view: str = "auto", machine: Machine | None = None
-) -> Program:
+def lower_to_program(func: tirx.PrimFunc, strict: bool = False, machine: Machine | None = None) -> Program:
     """Lower an annotated kernel without symbolic sizes to the Program that every device runs, planned for a machine.
     Refused where the kernel can't be lowered (see `lower`), or a size is symbolic."""
-    return Lowering(KernelLowering(view, machine), strict)(func).sized(())
+    return Lowering(KernelLowering("auto", machine), strict)(func).sized(())
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -320,13 +320,3 @@ def _clock(order: Order, costs: tuple[Fragments, ...], transfers: tuple[float, .
 
 def _on_link(link: Link, sent: int) -> float:
     return link.start + sent / link.rate
-
-
-def pareto(estimates: Mapping[Choice, Estimate] | Sequence[Estimate]) -> list[Estimate]:
-    """Those than which no other takes less time and less memory, the fastest first."""
-    given = estimates.values() if isinstance(estimates, Mapping) else estimates
-    front: list[Estimate] = []
-    for each in sorted(given, key=lambda e: (e.time, e.memory)):
-        if not front or each.memory < front[-1].memory:
-            front.append(each)
-    return front

@@ -6,6 +6,7 @@ from tvm import tirx
 
 import mesh_tensor as mt
 from mesh_tensor.annotations.annotate import INFO_ATTR, MESH_ATTR, read_annotations
+from tests.refusals import refusal
 
 MESH = mt.Mesh({"x": 2, "y": 3})
 
@@ -33,13 +34,6 @@ def kernel():
             B[bx] = A[bx, 0]
 
     return scale
-
-
-def refusal(call, *args, **kwargs):
-    with pytest.raises(mt.MeshTensorError) as caught:
-        call(*args, **kwargs)
-    assert isinstance(caught.value, ValueError)
-    return str(caught.value)
 
 
 def state(**metadata):

@@ -10,6 +10,7 @@ from tvm.script import relax as R
 
 import mesh_tensor as mt
 from mesh_tensor.annotations.annotate import INFO_ATTR, read_annotations
+from tests.refusals import refusal
 
 MESH = mt.Mesh({"x": 2, "y": 3})
 LISTS = [
@@ -102,9 +103,8 @@ def test_another_number_of_placements(count):
         lambda: mt.distribute(torch.zeros(12, 6), MESH, stated),
         lambda: mt.distribute(torch.zeros(12, 6), MESH, {}).redistribute(stated),
     ):
-        with pytest.raises(mt.MeshTensorError) as caught:
-            call()
-        assert told in str(caught.value)
+        message = refusal(call)
+        assert told in message
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,6 @@ def test_another_number_of_placements(count):
     **ids,
 )
 def test_placements_that_are_none(stated, told):
-    with pytest.raises(mt.MeshTensorError) as caught:
-        mt.annotate(scale, MESH, {"A": stated})
-    assert told in str(caught.value)
-    assert "buffer 'A'" in str(caught.value)
+    message = refusal(mt.annotate, scale, MESH, {"A": stated})
+    assert told in message
+    assert "buffer 'A'" in message

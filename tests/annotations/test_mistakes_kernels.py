@@ -9,6 +9,7 @@ from tilelang.tileop.gemm.registry import register_gemm_impl
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
+from tests.refusals import refusal
 
 ROWS = {"A": {"x": 0}, "B": {"x": 0}}
 
@@ -46,12 +47,6 @@ def transposing(annotate, info, shape):
                 B[bx, j] = A[bx, j]
 
     return other_dim
-
-
-def refusal(call, *args, **named):
-    with pytest.raises(mt.MeshTensorError) as caught:
-        call(*args, **named)
-    return str(caught.value)
 
 
 def run(func, target):

@@ -9,8 +9,8 @@ from kernels.embedding import embedding
 from kernels.flash_attention_training import attention_backward, attention_with_lse
 from kernels.matmul import matmul, matmul_backward
 from tests.api.test_module_gradient import EXP
+from tests.refusals import refusal
 from tests.runtime.programs import accumulate_kernel
-from tests.runtime.ranks.support import refusal
 
 LAYOUTS = {"A": {"x": 0}, "B": {}, "C": {"x": 0}}
 D_A, D_B = matmul_backward(5, 6, 7, 4, 4, 4)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import mesh_tensor as mt
+from tests.refusals import refusal
 from tests.runtime.programs import accumulate_kernel
 from tests.runtime.ranks.agreement_bodies import matmul_kernel, symbolic_sum
 from tests.runtime.ranks.compiled_bodies import wrong_arguments
 from tests.runtime.ranks.launcher import run
-from tests.runtime.ranks.support import refusal
 
 
 def test_name_that_is_taken():

@@ -7,7 +7,7 @@ import torch
 
 import mesh_tensor as mt
 from kernels.models import llama, llama_decoder
-from tests.runtime.ranks.support import refusal
+from tests.refusals import refusal
 
 CONFIG = llama.Config(batch=2, positions=8, layers=1)
 IDS = torch.ones(2, 3, dtype=torch.long)

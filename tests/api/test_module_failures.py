@@ -1,5 +1,7 @@
 """Bad modules, layouts and inputs: refused with what, where, why and the way out; never with an error of TVM's."""
 
+from functools import partial
+
 import pytest
 import torch
 import tvm
@@ -9,21 +11,11 @@ from tvm.script.parser import tirx as T
 
 import mesh_tensor as mt
 from tests.plan.seed_modules import NESTED
+from tests.refusals import refusal
 from tests.runtime.ranks import module_bodies
 from tests.runtime.ranks.launcher import run as launch
 
-
-def refused(*args, **options):
-    """The message with which distribute_module refuses."""
-    with pytest.raises(mt.MeshTensorError) as error:
-        mt.distribute_module(*args, **options)
-    return str(error.value)
-
-
-def refused_call(run, *args, **named):
-    with pytest.raises(mt.MeshTensorError) as error:
-        run(*args, **named)
-    return str(error.value)
+refused = partial(refusal, mt.distribute_module)
 
 
 def parsed(params, *lines, decorator="@R.function"):
@@ -145,17 +137,17 @@ def test_kernels_that_are_none():
 def test_tensors_without_memory_of_their_own():
     x, *rest = matrices()
     run = mt.distribute_module(NESTED, {"x": 2})
-    text = refused_call(run, x.to_sparse(), *rest)
+    text = refusal(run, x.to_sparse(), *rest)
     assert "parameter 'x': layout torch.sparse_coo, but expected torch.strided\n" in text
     assert text.endswith("fix: pass a dense copy: .to_dense()")
-    text = refused_call(run, x.to_sparse(), rest[0][:1], *rest[1:])
+    text = refusal(run, x.to_sparse(), rest[0][:1], *rest[1:])
     assert text.endswith("fix: pass a dense copy: .to_dense(); pass tensors of the module's shapes and dtypes")
 
 
 def test_mesh_tensors_of_another_mesh():
     x, *rest = matrices()
     run = mt.distribute_module(NESTED, {"x": 2})
-    text = refused_call(run, mt.distribute(x, {"x": 4}, {"x": 0}), *rest)
+    text = refusal(run, mt.distribute(x, {"x": 4}, {"x": 0}), *rest)
     assert '\'x\' is a MeshTensor on Mesh({"x": 4}), but the module runs on Mesh({"x": 2})' in text
 
 
@@ -172,7 +164,7 @@ def test_weights_under_two_names():
 def test_a_weight_is_given_once():
     x, a, *rest = matrices()
     run = mt.distribute_module(NESTED, {"x": 2}, weights={"A": a})
-    text = refused_call(run, x, *rest, A=a)
+    text = refusal(run, x, *rest, A=a)
     assert "parameter 'A' is a weight, which was given already" in text
     assert "which takes 'x', 'B', 'C', 'D'" in text
 
@@ -181,18 +173,18 @@ def test_inputs():
     run = mt.distribute_module(NESTED, {"x": 2}, {"A": {"x": 1}})
     tensors = matrices()
     *most, last = tensors
-    assert "1 tensors for 5 parameters" in refused_call(run, last)
-    assert "6 tensors for 5 parameters" in refused_call(run, *tensors, last)
-    assert "5 tensors for 4 parameters" in refused_call(run, *tensors, D=last)
-    assert "there is no parameter 'Q'" in refused_call(run, *most, Q=last)
-    assert "parameter 'D': (3, 3), but expected (128, 128) float32" in refused_call(run, *most, torch.randn(3, 3))
-    assert "parameter 'D': (3,) float32, but expected (128, 128) float32" in refused_call(run, *most, torch.randn(3))
-    assert "(128, 128) int32, but expected (128, 128) float32" in refused_call(run, *most, last.int())
-    assert "parameter 'D': a ndarray, but expected a tensor" in refused_call(run, *most, last.numpy())
-    assert "parameter 'D': a NoneType, but expected a tensor" in refused_call(run, *most, None)
-    assert "on device meta, but the module runs on" in refused_call(run, *most, last.to("meta"))
+    assert "1 tensors for 5 parameters" in refusal(run, last)
+    assert "6 tensors for 5 parameters" in refusal(run, *tensors, last)
+    assert "5 tensors for 4 parameters" in refusal(run, *tensors, D=last)
+    assert "there is no parameter 'Q'" in refusal(run, *most, Q=last)
+    assert "parameter 'D': (3, 3), but expected (128, 128) float32" in refusal(run, *most, torch.randn(3, 3))
+    assert "parameter 'D': (3,) float32, but expected (128, 128) float32" in refusal(run, *most, torch.randn(3))
+    assert "(128, 128) int32, but expected (128, 128) float32" in refusal(run, *most, last.int())
+    assert "parameter 'D': a ndarray, but expected a tensor" in refusal(run, *most, last.numpy())
+    assert "parameter 'D': a NoneType, but expected a tensor" in refusal(run, *most, None)
+    assert "on device meta, but the module runs on" in refusal(run, *most, last.to("meta"))
     other = mt.distribute(last, mt.Mesh({"y": 2}), {"y": 0})
-    text = refused_call(run, *most, other)
+    text = refusal(run, *most, other)
     assert 'Mesh({"x": 2})' in text
     assert 'Mesh({"y": 2})' in text
 
@@ -274,7 +266,7 @@ def test_sizes_that_divide_by_zero():
     run = mt.distribute_module(mod, {"x": 2})
     y = torch.randn(4)
     assert torch.equal(run(torch.ones(3), y), y.relu())
-    text = refused_call(run, torch.ones(1), y)
+    text = refusal(run, torch.ones(1), y)
     assert "the size T.int64(8) // (n - T.int64(1)) divides by 0 where n = 1" in text
     assert "fix: pass tensors of other sizes" in text
 
@@ -282,15 +274,15 @@ def test_sizes_that_divide_by_zero():
 def test_symbolic_sizes():
     run = mt.distribute_module(Symbolic, {"x": 2}, {"x": {"x": 0}})
     for look in (run.explain, lambda: run.plan, lambda: run.program, lambda: run.local_module):
-        text = refused_call(look)
+        text = refusal(look)
         assert "module function 'main' has no plan yet: it has symbolic sizes" in text
         assert "fix: call it first" in text
     x, y = torch.randn(3, 4), torch.randn(6, 4)
     assert torch.equal(run(x, y), torch.cat((x, y)))
-    text = refused_call(run, x, torch.randn(5, 4))
+    text = refusal(run, x, torch.randn(5, 4))
     assert "parameter 'y': (5, 4), but expected" in text
     assert "n = 3" in text
-    text = refused_call(run, x, torch.randn(6, 5))
+    text = refusal(run, x, torch.randn(6, 5))
     assert "parameter 'y': (6, 5), but expected" in text
 
 

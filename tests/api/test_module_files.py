@@ -8,6 +8,7 @@ import torch
 import mesh_tensor as mt
 from kernels.models import gpt2
 from tests.plan.seed_modules import NESTED
+from tests.refusals import refusal
 
 pytest.importorskip("safetensors")
 
@@ -105,16 +106,14 @@ def test_an_index_that_is_damaged(folder, tmp_path):
         ("[" * 100_000, "can't be read"),
     ):
         (tmp_path / "weights.json").write_text(text)
-        with pytest.raises(mt.MeshTensorError) as error:
-            mt.load(tmp_path)
-        assert said in str(error.value)
+        message = refusal(mt.load, tmp_path)
+        assert said in message
 
 
 def test_what_can_not_be_loaded(folder, tmp_path):
     def refused(work):
-        with pytest.raises(mt.MeshTensorError) as error:
-            work()
-        return str(error.value)
+        message = refusal(work)
+        return message
 
     assert "there is no module.json" in refused(lambda: mt.load(tmp_path))
     text = refused(lambda: mt.load(folder, {"z": 2}))

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import mesh_tensor as mt
+from tests.refusals import refusal
 
 
 class Cache(nn.Module):
@@ -165,7 +166,6 @@ def test_gradients_of_what_is_written_are_refused():
 )
 def test_calls_of_another_form(made, args, named, told):
     run = mt.distribute_module(made[1], {"x": 2})
-    with pytest.raises(mt.MeshTensorError) as error:
-        run(torch.ones(2, 1, 8), torch.tensor([0]), *args, **named)
-    assert told in str(error.value)
-    assert "where: a call of a module from torch" in str(error.value)
+    message = refusal(lambda: run(torch.ones(2, 1, 8), torch.tensor([0]), *args, **named))
+    assert told in message
+    assert "where: a call of a module from torch" in message

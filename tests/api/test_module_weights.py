@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mesh_tensor as mt
+from tests.refusals import refusal
 
 
 class Model(nn.Module):
@@ -82,10 +83,9 @@ def test_states_that_do_not_fit(module):
         ({**model.state_dict(), "head.weight": torch.zeros(12, 8)}, "under two names"),
         (None, "the weights are a NoneType"),
     ):
-        with pytest.raises(mt.MeshTensorError) as error:
-            run.load_state_dict(wrong)
+        message = refusal(run.load_state_dict, wrong)
         for text in said:
-            assert text in str(error.value)
+            assert text in message
         torch.testing.assert_close(run(IDS), model(IDS).detach())
 
 
@@ -162,10 +162,9 @@ def test_constants_that_were_written_since_the_import():
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).eval()
     module = mt.from_torch(torch.export.export(model, (torch.randn(4, 4),)))
     write(model)
-    with pytest.raises(mt.MeshTensorError) as error:
-        mt.distribute_module(module, {"x": 2}, {})
+    message = refusal(mt.distribute_module, module, {"x": 2}, {})
     for text in ("'1.running_mean', '1.running_var' were written since", "buffers=True"):
-        assert text in str(error.value)
+        assert text in message
 
 
 def test_constants_stay_for_new_sizes_and_after_loading():

@@ -10,17 +10,9 @@ from torch.nn import functional as F
 
 import mesh_tensor as mt
 from mesh_tensor.program.steps import CollectiveStep
+from tests.api.models import MLP
 
 STEPS = 6
-
-
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 8)
-
-    def forward(self, x):
-        return self.down(F.gelu(self.norm(self.up(x))))
 
 
 def _case(seed=0):

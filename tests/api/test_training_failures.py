@@ -8,12 +8,7 @@ from torch.nn import functional as F
 
 import mesh_tensor as mt
 from mesh_tensor.api import own_gradients
-
-
-def _refused(make, *args, **named):
-    with pytest.raises(mt.MeshTensorError) as error:
-        make(*args, **named)
-    return str(error.value)
+from tests.refusals import refusal
 
 
 def _model():
@@ -40,7 +35,7 @@ def run():
 )
 def test_optimizers_and_options(options, said):
     model, x, y = _model()
-    message = _refused(mt.training_step, model, F.cross_entropy, (x, y), **options)
+    message = refusal(mt.training_step, model, F.cross_entropy, (x, y), **options)
     assert said in message
     assert "fix:" in message
 
@@ -56,51 +51,51 @@ def test_optimizers_and_options(options, said):
 def test_optimizers_of_torch(make, said):
     model, x, y = _model()
     optimizer = make(model.parameters())
-    assert said in _refused(mt.training_step, model, F.cross_entropy, (x, y), optimizer=optimizer)
+    assert said in refusal(mt.training_step, model, F.cross_entropy, (x, y), optimizer=optimizer)
 
 
 def test_inputs_are_a_tuple():
     model, x, y = _model()
-    assert "the inputs are a Tensor" in _refused(mt.training_step, model, F.cross_entropy, x)
-    message = _refused(mt.training_step, model, F.cross_entropy, {"x": x, "y": y})
+    assert "the inputs are a Tensor" in refusal(mt.training_step, model, F.cross_entropy, x)
+    message = refusal(mt.training_step, model, F.cross_entropy, {"x": x, "y": y})
     assert "the inputs are a dict" in message
     assert "fix: pass a tuple of tensors, the target last: (x, y)" in message
 
 
 def test_what_is_no_model():
-    assert "takes a torch model, not a str" in _refused(mt.training_step, "gelu", F.cross_entropy, ())
+    assert "takes a torch model, not a str" in refusal(mt.training_step, "gelu", F.cross_entropy, ())
 
 
 def test_what_is_no_loss():
     model, x, y = _model()
-    assert "loss='mse' is no function" in _refused(mt.training_step, model, "mse", (x, y))
+    assert "loss='mse' is no function" in refusal(mt.training_step, model, "mse", (x, y))
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_loss_with_other_results(count):
     model, x, y = _model()
     loss = lambda out, target: (F.cross_entropy(out, target), out)  # noqa: E731
-    assert "'main' has 2 results" in _refused(mt.training_step, model, loss, (x, y), accumulate=count)
+    assert "'main' has 2 results" in refusal(mt.training_step, model, loss, (x, y), accumulate=count)
 
 
 def test_what_is_no_tensor_no_schedule_and_no_loss_of_a_module():
     model, x, y = _model()
-    assert "no tensors: 3.0" in _refused(mt.training_step, model, F.cross_entropy, (x, 3.0))
+    assert "no tensors: 3.0" in refusal(mt.training_step, model, F.cross_entropy, (x, 3.0))
     for schedule in (3, torch.optim.lr_scheduler.CosineAnnealingLR):
-        message = _refused(mt.training_step, model, F.cross_entropy, (x, y), schedule=schedule)
+        message = refusal(mt.training_step, model, F.cross_entropy, (x, y), schedule=schedule)
         assert f"schedule={schedule!r}" in message
         assert "as LambdaLR takes it" in message
     module = mt.from_torch(torch.export.export(model, (x,)))
-    assert "of an imported module" in _refused(mt.training_step, module, F.cross_entropy, (x, y))
+    assert "of an imported module" in refusal(mt.training_step, module, F.cross_entropy, (x, y))
 
 
 def test_no_inputs():
-    assert "without inputs" in _refused(mt.training_step, nn.Linear(2, 2), F.cross_entropy)
+    assert "without inputs" in refusal(mt.training_step, nn.Linear(2, 2), F.cross_entropy)
 
 
 def test_nothing_to_train():
     model, x, y = _model()
-    assert "no parameter to train" in _refused(mt.training_step, model.requires_grad_(False), F.cross_entropy, (x, y))
+    assert "no parameter to train" in refusal(mt.training_step, model.requires_grad_(False), F.cross_entropy, (x, y))
 
 
 def test_a_parameter_without_gradient():
@@ -113,7 +108,7 @@ def test_a_parameter_without_gradient():
             return self.used(x) + 0 * (self.idle[0] * self.idle[1]).detach()
 
     _, x, y = _model()
-    message = _refused(mt.training_step, Idle(), F.cross_entropy, (x, y))
+    message = refusal(mt.training_step, Idle(), F.cross_entropy, (x, y))
     for number in (0, 1):
         assert f"the result does not depend on parameter 'idle.{number}'" in message
     assert "requires_grad_(False)" in message
@@ -123,7 +118,7 @@ def test_a_parameter_without_gradient():
 def test_hooks_on_gradients(way):
     model, x, y = _model()
     hook = getattr(model.weight, way)(lambda _: None)
-    message = _refused(mt.training_step, model, F.cross_entropy, (x, y), check=False)
+    message = refusal(mt.training_step, model, F.cross_entropy, (x, y), check=False)
     assert "'weight' with hooks on gradients" in message
     hook.remove()
     mt.training_step(model, F.cross_entropy, (x, y))
@@ -135,7 +130,7 @@ def test_hooks_on_gradients_of_modules(way):
     linear, x, y = _model()
     model = nn.Sequential(linear, nn.Tanh())
     hooks = [getattr(each, way)(lambda *_: None) for each in (model, model[1])]
-    message = _refused(mt.training_step, model, F.cross_entropy, (x, y))
+    message = refusal(mt.training_step, model, F.cross_entropy, (x, y))
     assert "'Sequential', '1' with hooks on gradients" in message
     for hook in hooks:
         hook.remove()
@@ -148,7 +143,7 @@ def test_gradients_that_are_not_finite():
             return torch.sqrt(super().forward(x) * 0)
 
     torch.manual_seed(0)
-    message = _refused(mt.training_step, Root(4, 3), F.cross_entropy, (torch.randn(6, 4), torch.randint(0, 3, (6,))))
+    message = refusal(mt.training_step, Root(4, 3), F.cross_entropy, (torch.randn(6, 4), torch.randint(0, 3, (6,))))
     assert "the gradient of 'weight' differs by nan" in message
     assert "not finite" in message
 
@@ -189,7 +184,7 @@ def test_functions_with_a_backward_of_their_own(check):
     """It may be the same in the gradients that are compared with torch's, and another later."""
     model, x, y = _model()
     model.forward = lambda x: _Doubled.apply(nn.functional.linear(x, model.weight, model.bias))
-    message = _refused(mt.training_step, model, F.cross_entropy, (x, y), check=check)
+    message = refusal(mt.training_step, model, F.cross_entropy, (x, y), check=check)
     assert "'_Doubled' with a backward of its own (torch.autograd.Function)" in message
     assert "write it with torch's operators" in message
 
@@ -206,7 +201,7 @@ def test_hooks_on_gradients_of_what_is_computed():
 
     _, x, y = _model()
     for check in (True, False):
-        message = _refused(mt.training_step, Limited(4, 3), F.cross_entropy, (x, y), check=check)
+        message = refusal(mt.training_step, Limited(4, 3), F.cross_entropy, (x, y), check=check)
         assert "the model sets hooks on gradients of what it computes (1)" in message
 
 
@@ -219,17 +214,17 @@ def test_hooks_on_gradients_of_modules_that_are_not_the_models():
     model, x, y = _model()
     loss, act = nn.CrossEntropyLoss(), nn.Tanh()
     loss.register_full_backward_pre_hook(_twice)
-    assert "'CrossEntropyLoss' with hooks on gradients" in _refused(mt.training_step, model, loss, (x, y), check=False)
+    assert "'CrossEntropyLoss' with hooks on gradients" in refusal(mt.training_step, model, loss, (x, y), check=False)
     handle = nn.modules.module.register_module_full_backward_pre_hook(_twice)
     try:
-        message = _refused(mt.training_step, model, F.cross_entropy, (x, y), check=False)
+        message = refusal(mt.training_step, model, F.cross_entropy, (x, y), check=False)
     finally:
         handle.remove()
     assert "'all modules of torch' with hooks on gradients" in message
     act.register_full_backward_hook(_twice)
     forward = model.forward
     model.forward = lambda x: act(forward(x))
-    message = _refused(mt.training_step, model, F.cross_entropy, (x, y), check=False)
+    message = refusal(mt.training_step, model, F.cross_entropy, (x, y), check=False)
     assert "a module that the model doesn't know as its own, with hooks on gradients" in message
 
 
@@ -242,7 +237,7 @@ def test_hooks_on_nodes_of_autograd():
             return made
 
     _, x, y = _model()
-    message = _refused(mt.training_step, Limited(4, 3), F.cross_entropy, (x, y), check=False)
+    message = refusal(mt.training_step, Limited(4, 3), F.cross_entropy, (x, y), check=False)
     assert "the model asks for the grad_fn of what it computes (1)" in message
 
 
@@ -261,14 +256,14 @@ def test_what_is_compiled_hides_nothing():
     _, x, y = _model()
     for inner, said in ((Hooked, "sets hooks on gradients"), (Doubled, "'_Doubled' with a backward of its own")):
         model = nn.Sequential(torch.compile(inner(4, 3), backend="aot_eager"))
-        assert said in _refused(mt.training_step, model, F.cross_entropy, (x, y), check=False)
+        assert said in refusal(mt.training_step, model, F.cross_entropy, (x, y), check=False)
 
 
 def test_a_function_whose_gradient_is_known_to_be_that_of_what_it_computes(monkeypatch):
     """Bloom's GELU, in transformers."""
     model, x, y = _model()
     model.forward = lambda x: _Cubed.apply(nn.functional.linear(x, model.weight, model.bias))
-    assert "'_Cubed' with a backward of its own" in _refused(mt.training_step, model, F.cross_entropy, (x, y))
+    assert "'_Cubed' with a backward of its own" in refusal(mt.training_step, model, F.cross_entropy, (x, y))
     monkeypatch.setattr(own_gradients, "_BLOOM", f"{__name__}._Cubed")
     mt.training_step(model, F.cross_entropy, (x, y))
 
@@ -282,7 +277,7 @@ def test_checkpoints_that_compute_without_gradients():
             whole = super().forward
             return whole(x) + torch.utils.checkpoint.checkpoint(whole, x.clone().requires_grad_(), use_reentrant=True)
 
-    message = _refused(mt.training_step, Again(model), F.cross_entropy, (x, y), check=False)
+    message = refusal(mt.training_step, Again(model), F.cross_entropy, (x, y), check=False)
     assert "a checkpoint with use_reentrant=True" in message
     assert "fix: use_reentrant=False" in message
 
@@ -309,7 +304,7 @@ def test_a_wrong_gradient_of_a_small_scale(monkeypatch, dtype, factor):
     model.is_doubled, model.factor = False, factor
     mt.training_step(model, F.cross_entropy, batch)
     model.is_doubled = True
-    message = _refused(mt.training_step, model, F.cross_entropy, batch)
+    message = refusal(mt.training_step, model, F.cross_entropy, batch)
     assert "the gradient of 'weight' differs by" in message
     assert "and that of all" in message
 
@@ -337,7 +332,7 @@ def test_weights_to_start_from(weights):
     """They were not looked at, and the run started from the model's."""
     model, x, y = _model()
     step = mt.training_step(model, F.cross_entropy, (x, y))
-    message = _refused(mt.distribute_module, step, {"data": 2}, weights=weights)
+    message = refusal(mt.distribute_module, step, {"data": 2}, weights=weights)
     assert "weights are given for a step of training" in message
     assert "run.load_state_dict(...)" in message
 
@@ -345,7 +340,7 @@ def test_weights_to_start_from(weights):
 def test_zero_without_a_split_batch():
     model, x, y = _model()
     step = mt.training_step(model, F.cross_entropy, (x, y), zero=1)
-    message = _refused(mt.distribute_module, step, {"data": 2})
+    message = refusal(mt.distribute_module, step, {"data": 2})
     assert 'zero=1, but no axis of Mesh({"data": 2}) splits the batch' in message
     assert "{'input': {axis: 0}}" in message
 
@@ -353,23 +348,23 @@ def test_zero_without_a_split_batch():
 def test_names_of_layouts():
     model, x, y = _model()
     step = mt.training_step(model, F.cross_entropy, (x, y))
-    assert "'wieght'" in _refused(mt.distribute_module, step, {"data": 2}, {"wieght": {"data": 0}})
-    assert "without a mesh" in _refused(mt.distribute_module, step)
+    assert "'wieght'" in refusal(mt.distribute_module, step, {"data": 2}, {"wieght": {"data": 0}})
+    assert "without a mesh" in refusal(mt.distribute_module, step)
 
 
 def test_batches(run):
     _, x, y = _model()
-    assert "1 tensors and none for a batch of 'input', 'target'" in _refused(run, x)
-    assert "parameter 'input': (5, 4), but expected (6, 4) float32" in _refused(run, x[:5], y)
+    assert "1 tensors and none for a batch of 'input', 'target'" in refusal(run, x)
+    assert "parameter 'input': (5, 4), but expected (6, 4) float32" in refusal(run, x[:5], y)
     assert run.steps == 0
 
 
 def test_states(run):
     state = run.state_dict()
     short = {name: tensor for name, tensor in state.items() if name != "opt.exp_avg.bias"}
-    assert "'opt.exp_avg.bias' is missing" in _refused(run.load_state_dict, short)
-    assert "there is no 'wait'" in _refused(run.load_state_dict, state | {"wait": torch.ones(3)})
-    message = _refused(run.load_state_dict, state | {"bias": torch.ones(4), "weight": state["weight"].double()})
+    assert "'opt.exp_avg.bias' is missing" in refusal(run.load_state_dict, short)
+    assert "there is no 'wait'" in refusal(run.load_state_dict, state | {"wait": torch.ones(3)})
+    message = refusal(run.load_state_dict, state | {"bias": torch.ones(4), "weight": state["weight"].double()})
     assert "'bias' is (4,) torch.float32, but has to be (3,) torch.float32" in message
     assert "'weight' is (3, 4) torch.float64" in message
 
@@ -383,7 +378,7 @@ def test_states_of_other_frozen_parameters():
     run.load_state_dict(state)
     run.load_state_dict({name: tensor for name, tensor in state.items() if name != "bias"})
     for other in (state["bias"] + 1, state["bias"].double(), torch.zeros(4), None):
-        message = _refused(run.load_state_dict, state | {"bias": other})
+        message = refusal(run.load_state_dict, state | {"bias": other})
         assert "'bias' is not trained, and is another than the model's" in message
 
 
@@ -399,18 +394,18 @@ def test_states_of_other_frozen_parameters():
 )
 def test_numbers_that_mean_nothing(options, said):
     model, x, y = _model()
-    assert said in _refused(mt.training_step, model, F.cross_entropy, (x, y), **options)
+    assert said in refusal(mt.training_step, model, F.cross_entropy, (x, y), **options)
 
 
 def test_states_and_schedules_without_numbers():
     model, x, y = _model()
     step = mt.training_step(model, F.cross_entropy, (x, y), schedule=lambda step: None, check=False)
     run = mt.distribute_module(step, {"data": 1})
-    assert "schedule(0) is None" in _refused(run, x, y)
+    assert "schedule(0) is None" in refusal(run, x, y)
     state = run.state_dict()
     for wrong in (torch.tensor([1, 2]), "x", torch.tensor(-4), torch.tensor(float("nan"))):
-        assert "'opt.step' is " in _refused(run.load_state_dict, {**state, "opt.step": wrong})
-    assert "is no state" in _refused(run.load_state_dict, [1, 2])
+        assert "'opt.step' is " in refusal(run.load_state_dict, {**state, "opt.step": wrong})
+    assert "is no state" in refusal(run.load_state_dict, [1, 2])
 
 
 def test_schedules_of_any_number():
@@ -420,7 +415,7 @@ def test_schedules_of_any_number():
         assert abs(step.numbers(0)[0]) == 2 * size
     for factor in (float("inf"), 1e300, 1j, "1", torch.ones(2)):
         step = mt.training_step(model, F.cross_entropy, (x, y), schedule=lambda n, f=factor: f, lr=2.0)
-        assert "what the learning rate is multiplied with" in _refused(step.numbers, 0)
+        assert "what the learning rate is multiplied with" in refusal(step.numbers, 0)
 
 
 def test_a_large_negative_learning_rate_loses_no_state():
@@ -428,7 +423,7 @@ def test_a_large_negative_learning_rate_loses_no_state():
     step = mt.training_step(model, F.cross_entropy, (x, y), optimizer="sgd", schedule=lambda n: -3e38 * n, lr=1.0)
     run = mt.distribute_module(step, {"data": 1})
     run(10 * x, y)
-    assert "not finite" in _refused(run, 10 * x, y)
+    assert "not finite" in refusal(run, 10 * x, y)
     assert run.steps == 1
     assert all(bool(torch.isfinite(tensor).all()) for tensor in run.state_dict().values())
 
@@ -451,13 +446,13 @@ def test_parameters_that_are_called_as_what_a_step_keeps(name, optimizer):
             return x @ self.w + self.get_parameter(name)
 
     _, x, y = _model()
-    assert f"{name!r} is called as something" in _refused(
+    assert f"{name!r} is called as something" in refusal(
         mt.training_step, Named(), F.cross_entropy, (x, y), optimizer=optimizer
     )
 
 
 def test_losses_that_torch_does_not_export():
     model, x, _ = _model()
-    said = _refused(mt.training_step, model, lambda o, t: F.gaussian_nll_loss(o, t, o.square()), (x, torch.randn(6, 3)))
+    said = refusal(mt.training_step, model, lambda o, t: F.gaussian_nll_loss(o, t, o.square()), (x, torch.randn(6, 3)))
     assert "torch.export can't record the model with its loss" in said
     assert "data-dependent" in said

@@ -10,22 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import mesh_tensor as mt
+from tests.api.models import Counted
 from tests.api.pipeline.models import chain
-from tests.runtime.ranks.support import refusal
+from tests.refusals import refusal
 
 MESHES = [{"x": 1}, {"x": 2}]
-
-
-class Counted(nn.Linear):
-    """Counts its calls."""
-
-    def __init__(self):
-        super().__init__(4, 3)
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, x):
-        self.count += 1
-        return super().forward(x) * self.count
 
 
 def in_another_thread(call):

@@ -4,14 +4,8 @@ import re
 
 import pytest
 
-from mesh_tensor import Mesh, MeshTensorError
-
-
-def refusal(call, *args):
-    with pytest.raises(MeshTensorError) as caught:
-        call(*args)
-    assert isinstance(caught.value, ValueError)
-    return str(caught.value)
+from mesh_tensor import Mesh
+from tests.refusals import refusal
 
 
 def test_empty():

@@ -3,14 +3,9 @@
 import pytest
 
 from mesh_tensor import Mesh, MeshTensorError, Partial, Shard, Sharding
+from tests.refusals import refusal
 
 MESH = Mesh({"x": 2, "y": 3})
-
-
-def refusal(call, *args, **kwargs):
-    with pytest.raises(MeshTensorError) as caught:
-        call(*args, **kwargs)
-    return str(caught.value)
 
 
 def test_unknown_axis():

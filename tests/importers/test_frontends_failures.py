@@ -11,6 +11,8 @@ from torch import nn
 import mesh_tensor as mt
 from mesh_tensor.importers import torch_ops
 from mesh_tensor.importers.imported import refuse_differences
+from tests.importers.models import Function
+from tests.refusals import refusal
 
 
 class Call(nn.Module):
@@ -18,25 +20,14 @@ class Call(nn.Module):
 
     def __init__(self, function):
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), _Function(function))
+        self.inner = nn.Sequential(nn.Linear(4, 4), Function(function))
 
     def forward(self, x):
         return self.inner(x)
 
 
-class _Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def refused(model, *inputs):
-    with pytest.raises(mt.MeshTensorError) as error:
-        mt.from_torch(torch.export.export(model, inputs))
-    return str(error.value)
+    return refusal(mt.from_torch, torch.export.export(model, inputs))
 
 
 def test_all_unknown_operators_are_named():

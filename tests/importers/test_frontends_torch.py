@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from tvm import ir, relax
 
 import mesh_tensor as mt
+from tests.importers.models import Function
 
 
 def imported(model, *inputs):
@@ -101,17 +102,6 @@ def test_grouped_attention_with_two_batch_dims():
     check(Attention(is_causal=True, enable_gqa=True), q, k, v)
 
 
-class Call(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
-
-
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [
@@ -138,7 +128,7 @@ class Call(nn.Module):
     ],
 )
 def test_operators(function, shapes):
-    check(Call(function), *(torch.randn(shape) for shape in shapes))
+    check(Function(function), *(torch.randn(shape) for shape in shapes))
 
 
 def test_half_precision_stays_half():

@@ -13,6 +13,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import mesh_tensor as mt
+from tests.importers.models import Function
 
 pytestmark = [  # torch's own
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning"),
@@ -37,15 +38,6 @@ class Branched(nn.Module):
 
     def second(self, x):
         return self.b(x).abs() + (x * 0).sqrt(), x.mean(0)
-
-
-class Of(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
 
 
 def program_of(model, *inputs, **how):
@@ -164,7 +156,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_graphs_within_graphs(name):
-    model = Of(FUNCTIONS[name])
+    model = Function(FUNCTIONS[name])
     for x in (torch.rand(4, 6), -torch.rand(4, 6)):
         program = program_of(model, x)
         run = mt.distribute_module(mt.from_torch(program), {"x": 3}, {}, poison=True)
@@ -184,7 +176,7 @@ ELEMENTS = {
 def test_elements_are_refused_where_the_branch_is_taken(name):
     """What the other branch would make of them is no matter."""
     function, torch_refuses = ELEMENTS[name], (IndexError, RuntimeError)
-    model = Of(lambda x, at, ask: torch.cond(ask, function, lambda x, at: function(x, at * 0), (x, at)))
+    model = Function(lambda x, at, ask: torch.cond(ask, function, lambda x, at: function(x, at * 0), (x, at)))
     x, at, yes = torch.randn(8, 6), torch.tensor([1, 7, 0]), torch.tensor([True])
     run = mt.distribute_module(mt.from_torch(program_of(model, x, at, yes)), {"x": 2}, {"inputs_0": {"x": 1}})
     outside = torch.tensor([1, 9, 77])
@@ -199,7 +191,7 @@ def test_elements_are_refused_where_the_branch_is_taken(name):
 @pytest.mark.parametrize("compare", [operator.eq, operator.le])
 def test_open_sizes_choose(compare):
     """Whatever the example's size was."""
-    model = Of(lambda x: torch.cond(compare(x.shape[0], 3), lambda y: y.sin(), lambda y: y.cos(), (x,)))
+    model = Function(lambda x: torch.cond(compare(x.shape[0], 3), lambda y: y.sin(), lambda y: y.cos(), (x,)))
     program = program_of(model, torch.randn(4, 6), dynamic_shapes={"inputs": ({0: torch.export.Dim("n", min=1)},)})
     run = mt.distribute_module(mt.from_torch(program), {"x": 2}, {"inputs_0": {"x": 1}})
     for size in (1, 3, 4):
@@ -221,7 +213,7 @@ def test_flex_attention(attention):
     torch.manual_seed(0)
     heads = 4 if attention is biased else 2
     q, k, v = torch.randn(2, 4, 12, 8), torch.randn(2, heads, 12, 8), torch.randn(2, heads, 12, 8)
-    module = mt.from_torch(program_of(Of(attention), q, k, v))
+    module = mt.from_torch(program_of(Function(attention), q, k, v))
     expected = attention(q, k, v)
     for mesh, shardings in (({"x": 2}, {"inputs_0": {"x": 1}}), ({"x": 3}, {"inputs_1": {"x": 2}})):
         run = mt.distribute_module(module, mesh, shardings, poison=True)
@@ -278,12 +270,12 @@ REFUSED = {
 def test_refused_with_a_way_out(name):
     function, message = REFUSED[name]
     with pytest.raises(mt.MeshTensorError, match=message):
-        mt.from_torch(program_of(Of(function), torch.randn(4, 6)))
+        mt.from_torch(program_of(Function(function), torch.randn(4, 6)))
 
 
 def test_the_way_out_of_an_operator_of_ones_own():
     x = torch.randn(4, 6)
-    program = program_of(Of(twice), x)
+    program = program_of(Function(twice), x)
     program = program.run_decompositions({torch.ops.mesh_tensor_tests.twice.default: lambda x: x * 2})
     run = mt.distribute_module(mt.from_torch(program), {"x": 2}, {"inputs_0": {"x": 0}})
     torch.testing.assert_close(run(x), 2 * x)

@@ -9,18 +9,10 @@ from tvm import relax
 import mesh_tensor as mt
 from mesh_tensor.rules.operator.aten import ANY, any_text
 from mesh_tensor.targets.torch_ops.linear_algebra import is_function
+from tests.importers.models import Function
 from tests.other_machines import machine
 
 X = {"tensor": 0}
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
 
 
 def rows(*shape):

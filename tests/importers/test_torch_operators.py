@@ -6,20 +6,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import mesh_tensor as mt
+from tests.importers.models import Function
 
 ROWS = torch.tensor([1, -2, 3])
 COLUMN = torch.tensor([[0], [-1]])
-
-
-class Function(nn.Module):
-    """A function as a model."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
 
 
 def check(function, *inputs, others=(), dynamic_shapes=None):

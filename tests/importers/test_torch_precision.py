@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import mesh_tensor as mt
 from mesh_tensor.program.steps import CollectiveStep
+from tests.importers.models import Function
 
 
 class Block(nn.Module):
@@ -93,17 +94,6 @@ def test_whole_numbers_have_to_be_equal():
     one, other = torch.tensor([1, 2]), torch.tensor([1, 3])
     with pytest.raises(mt.MeshTensorError, match="result 0 differs from torch's"):
         refuse_differences(one, [other], "torch", "here", "there", {torch.bfloat16})
-
-
-class Function(nn.Module):
-    """A function as a model."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -2,18 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 import mesh_tensor as mt
-
-
-class Call(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *given):
-        return self.function(*given)
+from tests.importers.models import Function
 
 
 def without_oneself(x):
@@ -53,7 +44,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=[case[0].__name__ for case in CASES])
 def test_results_are_torchs_in_any_layout(case):
     function, *given = case
-    made = mt.from_torch(torch.export.export(Call(function), tuple(given)))
+    made = mt.from_torch(torch.export.export(Function(function), tuple(given)))
     first, *_ = (param.name_hint for param in made.mod["main"].params)
     for mesh, layout in ({"x": 2}, {"x": 0}), ({"x": 3}, {"x": 1}), ({"x": 2, "y": 2}, {"x": 1, "y": 0}):
         run = mt.distribute_module(made.mod, mesh, {first: layout}, weights=made.params, poison=True)
@@ -65,11 +56,13 @@ def test_what_is_written_several_times_is_refused():
         return torch.as_strided_scatter(x, torch.ones(3, 2), (3, 2), (1, 1))
 
     with pytest.raises(mt.MeshTensorError, match="it writes some elements of a tensor several times"):
-        mt.from_torch(torch.export.export(Call(twice), (SQUARE,)))
+        mt.from_torch(torch.export.export(Function(twice), (SQUARE,)))
 
 
 def test_open_sizes_are_refused():
     size = torch.export.Dim("size", min=4)
-    program = torch.export.export(Call(lambda x: (x + 1).fill_diagonal_(0.0)), (LONG,), dynamic_shapes=[({0: size},)])
+    program = torch.export.export(
+        Function(lambda x: (x + 1).fill_diagonal_(0.0)), (LONG,), dynamic_shapes=[({0: size},)]
+    )
     with pytest.raises(mt.MeshTensorError, match="the memory of a tensor of open sizes"):
         mt.from_torch(program)

@@ -1,12 +1,14 @@
 """Clause 11: what a kernel over tiles may not do, and how it is told. Each would give a wrong result without a word."""
 
 import re
+from functools import partial
 
 import pytest
 import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
+from tests.refusals import refusal
 from tests.styles import Style
 
 from .tile_kernels import CASES
@@ -18,10 +20,7 @@ def state(sharding, ndim=2):
     return {"block_shape": (1,) * ndim, "program_id": None, "sharding": sharding}
 
 
-def refusal(func, **options):
-    with pytest.raises(mt.MeshTensorError) as error:
-        mt.lower(func, **options)
-    return str(error.value)
+refused = partial(refusal, mt.lower)
 
 
 @pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}], ids=str)
@@ -30,7 +29,7 @@ def refusal(func, **options):
 def test_a_position_without_its_offset_is_refused(name, mesh, strict):
     case = CASES[name]
     layouts = case.layouts(dict.fromkeys(mesh, 0))
-    message = refusal(case.make(43, 13)(Style("forgotten", mesh, layouts)), strict=strict)
+    message = refused(case.make(43, 13)(Style("forgotten", mesh, layouts)), strict=strict)
     assert case.misused in message
     assert re.search(rf"walks? the tile of A\[0\], split over {', '.join(mesh)}:", message)
     assert "where: kernel 'kernel', written over tiles" in message
@@ -62,7 +61,7 @@ def copied(mesh, rows_of, M=86, block=32, sharding=ROWS, view_fns=None):
 
 
 def test_a_grid_that_covers_less_than_the_tile_is_refused():
-    message = refusal(copied({"x": 2}, lambda tile: tile // 32))
+    message = refused(copied({"x": 2}, lambda tile: tile // 32))
     assert "walked otherwise: A[0], B[0]" in message
     assert "A[0], a tile of 43 in a dim of 86: loop bx of 1 blocks of 32 does not walk a dim of 43" in message
     assert "T.ceildiv" in message
@@ -70,16 +69,16 @@ def test_a_grid_that_covers_less_than_the_tile_is_refused():
 
 @pytest.mark.parametrize("view", ["auto", "global", "local"])
 def test_in_whichever_view(view):
-    assert "a tile of 43 in a dim of 86" in refusal(copied({"x": 2}, lambda tile: tile // 32), view=view)
+    assert "a tile of 43 in a dim of 86" in refused(copied({"x": 2}, lambda tile: tile // 32), view=view)
 
 
 def test_a_grid_that_covers_more_than_the_tile_is_refused():
-    message = refusal(copied({"x": 2}, lambda tile: T.ceildiv(tile, 32) + 3))
+    message = refused(copied({"x": 2}, lambda tile: T.ceildiv(tile, 32) + 3))
     assert "loop bx of 5 blocks of 32 does not walk a dim of 43" in message
 
 
 def test_a_kernel_sized_by_tiles_is_not_over_whole_tensors():
-    message = refusal(copied({"x": 2}, lambda tile: T.ceildiv(tile, 32)), view="global")
+    message = refused(copied({"x": 2}, lambda tile: T.ceildiv(tile, 32)), view="global")
     assert "view='global', but the kernel asks for tiles and walks no whole dims: A[0], B[0]" in message
     assert "say view='local'" in message
 
@@ -98,7 +97,7 @@ def test_asking_inside_of_the_grid_counts():
             for i, j in T.Parallel(rows, 8):
                 B[i, j] = A[i, j] + T.Cast("float32", i)
 
-    assert "uses the position as a value" in refusal(kernel)
+    assert "uses the position as a value" in refused(kernel)
 
 
 def test_asking_in_a_macro_counts():
@@ -115,7 +114,7 @@ def test_asking_in_a_macro_counts():
         with T.Kernel(1, threads=32):
             add(A, B)
 
-    assert "uses the position as a value" in refusal(kernel)
+    assert "uses the position as a value" in refused(kernel)
 
 
 def test_asking_before_the_kernel_counts():
@@ -130,7 +129,7 @@ def test_asking_before_the_kernel_counts():
             for j in T.Parallel(8):
                 B[m, j] = A[m, j] + T.Cast("float32", m)
 
-    assert "uses the position as a value" in refusal(kernel)
+    assert "uses the position as a value" in refused(kernel)
 
 
 def test_what_another_kernel_asked_inside_of_it_does_not_count():
@@ -151,14 +150,14 @@ def test_what_another_kernel_asked_inside_of_it_does_not_count():
 @pytest.mark.parametrize("view", ["auto", "global", "local"])
 def test_tiles_of_another_annotation(mesh, layout, tiles, view):
     func = copied({"x": 2}, lambda tile: T.ceildiv(tile, 32))
-    message = refusal(mt.annotate(func, mesh, {"A": layout, "B": layout}), view=view)
+    message = refused(mt.annotate(func, mesh, {"A": layout, "B": layout}), view=view)
     assert f"get_tile_shape(A) was 43 x 8, but as annotated tiles are {tiles}" in message
 
 
 def test_a_symbolic_one_too():
     M = T.dynamic("M")
     func = copied({"x": 2}, lambda tile: T.ceildiv(tile, 32), M=M)
-    assert "get_tile_shape(A) was (M + 1) // 2 x 8" in refusal(mt.annotate(func, {"x": 2}, {"A": {}, "B": {}}))
+    assert "get_tile_shape(A) was (M + 1) // 2 x 8" in refused(mt.annotate(func, {"x": 2}, {"A": {}, "B": {}}))
     kernel = mt.compile(mt.annotate(func, {"x": 2}, {"A": {}, "B": {}}), target="interpret")
     with pytest.raises(mt.MeshTensorError, match="get_tile_shape\\(A\\) was 20 x 8, but as annotated tiles are 40 x 8"):
         kernel(torch.zeros(40, 8))
@@ -175,7 +174,7 @@ def test_a_walk_that_cant_be_told_is_refused():
             for i in T.Parallel(8):
                 B[i] = A[At[i]]
 
-    message = refusal(kernel)
+    message = refused(kernel)
     assert "walked tile by tile: none; walked otherwise: A[0]" in message
     assert "it is no sum of loop variables and constants" in message
     mt.lower(kernel, view="global")
@@ -197,7 +196,7 @@ def test_a_kernel_over_whole_tensors_has_no_tiles(helper, view):
             for j in T.Parallel(8):
                 B[m, j] = A[m, j] + T.Cast("float32", added + m)
 
-    message = refusal(kernel, view=view)
+    message = refused(kernel, view=view)
     assert ('mesh_axis_index("x")' if helper == "mesh_axis_index" else f"{helper}(A)[0]") in message
     assert "written over whole tensors" in message
 
@@ -216,7 +215,7 @@ def test_a_kernel_annotated_anew_for_a_mesh_without_the_axis():
         with T.Kernel(fns["get_tile_shape"](A)[0], threads=32) as m:
             B[m] = A[m] + T.Cast("float32", fns["mesh_axis_index"]("x") * 16 + m)
 
-    message = refusal(mt.annotate(kernel, {"y": 2}, {"A": {"y": 0}, "B": {"y": 0}}))
+    message = refused(mt.annotate(kernel, {"y": 2}, {"A": {"y": 0}, "B": {"y": 0}}))
     assert 'mesh_axis_index("x"): the mesh Mesh({"y": 2}) has no such axis' in message
 
 
@@ -229,7 +228,7 @@ def test_an_index_into_tiles_has_no_offset():
         with T.Kernel(fns["get_tile_shape"](A)[0], threads=32) as m:
             B[m] = A[fns["get_tile_offset"](A)[0] + m]
 
-    message = refusal(kernel)
+    message = refused(kernel)
     assert "A[0] has index get_tile_offset(A)[0] + bx" in message
     assert "T.mesh" not in message
 
@@ -251,7 +250,7 @@ def offset_of_another(other, size, position):
     ("other", "size"), [({"y": 0}, 32), ({"x": 0}, 64), ({"x": 0, "y": 0}, 32)], ids=["axis", "size", "nested"]
 )
 def test_the_offset_of_another_dim_makes_no_position_global(other, size):
-    message = refusal(offset_of_another(other, size, lambda offset, m: offset + m))
+    message = refused(offset_of_another(other, size, lambda offset, m: offset + m))
     assert "loop bx walks the tile of A[0], split over x" in message
     assert "get_tile_offset(P)[0] + bx" in message
     assert "T.mesh" not in message
@@ -272,7 +271,7 @@ def test_that_of_a_dim_split_alike_does():
     ids=["condition", "quotient", "product", "extreme"],
 )
 def test_an_offset_beside_a_position_is_not_added_to_it(position):
-    assert "loop bx walks the tile of A[0]" in refusal(offset_of_another({"x": 0}, 32, position))
+    assert "loop bx walks the tile of A[0]" in refused(offset_of_another({"x": 0}, 32, position))
 
 
 def test_a_bounds_test_by_a_number():
@@ -291,7 +290,7 @@ def test_a_bounds_test_by_a_number():
 
         return kernel
 
-    assert "the store to B uses the position as a value in bx * 5 + i < 16" in refusal(build(lambda rows, valid: rows))
+    assert "the store to B uses the position as a value in bx * 5 + i < 16" in refused(build(lambda rows, valid: rows))
     mt.lower(build(lambda rows, valid: valid))
     mt.lower(build(lambda rows, valid: 32))
 
@@ -308,7 +307,7 @@ def test_dims_with_tiles_of_one_length_but_other_sizes():
         with T.Kernel(fns["get_tile_shape"](A)[0], threads=32) as m:
             B[m] = A[m]
 
-    message = refusal(kernel)
+    message = refused(kernel)
     assert "A dim 0 (43) and B dim 0 (44) are walked together, but only their tiles are equally long" in message
 
 
@@ -322,7 +321,7 @@ def test_a_whole_tensor_as_long_as_a_tile_is_no_tile(annotated):
         with T.Kernel(fns["get_tile_shape"](A)[0], threads=32) as m:
             B[m] = A[m]
 
-    message = refusal(kernel)
+    message = refused(kernel)
     assert "buffer 'B' is annotated 'R', but the kernel uses it as 'S[0]'" in message
     assert "a buffer that is not annotated is replicated" in message
 
@@ -344,7 +343,7 @@ def test_lanes_of_blocks_that_start_elsewhere():
             T.reduce_max(sums, largest)
             T.copy(largest, B)
 
-    message = refusal(kernel)
+    message = refused(kernel)
     assert "sums keeps one value per position in a block, and tiles of 12 in A[0] are not whole blocks of 8" in message
 
 
@@ -362,7 +361,7 @@ def test_devices_store_the_same_into_what_they_share():
             value[0] = A[m] + T.Cast("float32", fns["mesh_axis_index"]("y"))
             B[m] = value[0]
 
-    message = refusal(kernel)
+    message = refused(kernel)
     assert "buffer 'B' is not split over axis 'y', but what is stored into it depends on it" in message
 
 
@@ -375,7 +374,7 @@ def test_positions_in_a_shared_tensor_count_too():
         with T.Kernel(fns["get_tile_shape"](A)[0], threads=32) as m:
             B[fns["get_tile_offset"](A)[0] + m] = A[m]
 
-    assert "the store to B keeps one of many coordinates' values" in refusal(kernel)
+    assert "the store to B keeps one of many coordinates' values" in refused(kernel)
 
 
 # -- loops that walk nothing -------------------------------------------------------------------------------------------
@@ -395,7 +394,7 @@ def test_a_loop_as_long_as_a_tile_that_walks_nothing():
                 total[0] += T.Cast("float32", k)
             B[m] = A[m] + total[0]
 
-    message = refusal(kernel)
+    message = refused(kernel)
     assert "loop k walks no dim" in message
     assert "the store to total uses the position as a value in" in message
 
@@ -410,4 +409,4 @@ def test_a_loop_that_goes_as_far_as_another_tile():
             for m in T.serial(fns["get_tile_extent"](P)[0]):
                 B[m] = A[m]
 
-    assert "loop m walks the tile of A[0], but goes as far as get_tile_extent(P)[0]" in refusal(kernel)
+    assert "loop m walks the tile of A[0], but goes as far as get_tile_extent(P)[0]" in refused(kernel)

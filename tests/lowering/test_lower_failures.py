@@ -1,17 +1,16 @@
 """What lower refuses: the message says what, where, why and the way out."""
 
+from functools import partial
+
 import pytest
 import tilelang.language as T
 
 import mesh_tensor as mt
+from tests.refusals import refusal
 
 from .kernels import matmul, scale
 
-
-def refused(func, **options):
-    with pytest.raises(mt.MeshTensorError) as error:
-        mt.lower(func, **options)
-    return str(error.value)
+refused = partial(refusal, mt.lower)
 
 
 def test_a_kernel_without_annotations():

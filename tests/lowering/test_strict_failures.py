@@ -4,15 +4,14 @@ import pytest
 import tilelang.language as T
 
 import mesh_tensor as mt
+from tests.refusals import refusal
 
 from .kernels import matmul, scale
 from .support import lowered
 
 
 def refused(func, mesh, layouts):
-    with pytest.raises(mt.MeshTensorError) as error:
-        lowered(func, mesh, layouts, strict=True)
-    return str(error.value)
+    return refusal(lowered, func, mesh, layouts, strict=True)
 
 
 def test_an_input_that_lies_otherwise():

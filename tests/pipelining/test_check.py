@@ -6,12 +6,11 @@ import pytest
 
 from mesh_tensor import MeshTensorError
 from mesh_tensor.pipelining import Action, Dependencies, Held, Schedule, check_schedule, peaks
+from tests.refusals import refusal
 
 
-def refusal(rows, **options):
-    with pytest.raises(MeshTensorError) as raised:
-        check_schedule(Schedule.of(rows), **options)
-    return str(raised.value)
+def refused(rows, **options):
+    return refusal(check_schedule, Schedule.of(rows), **options)
 
 
 @pytest.mark.parametrize(
@@ -29,20 +28,20 @@ def refusal(rows, **options):
     ],
 )
 def test_what_is_not_complete_is_refused(rows, facts):
-    message = refusal(rows)
+    message = refused(rows)
     assert all(fact in message for fact in facts)
     assert "where: schedule 'own'" in message
 
 
 def test_sizes_that_are_asked_for():
-    message = refusal(["0F0 0B0"], meshes=2, stages=3, microbatches=4)
+    message = refused(["0F0 0B0"], meshes=2, stages=3, microbatches=4)
     assert "it has 1 mesh(es), not 2" in message
     assert "it has 1 stage(s), not 3" in message
     assert "it has 1 microbatch(es), not 4" in message
 
 
 def test_the_first_action_that_can_not_go_on_is_named():
-    message = refusal(["0F0 0F1 0B0 0B1", "1F0 1B1 1F1 1B0"])
+    message = refused(["0F0 0F1 0B0 0B1", "1F0 1B1 1F1 1B0"])
     assert message.startswith(
         "2 problems:\n"
         "  - mesh 1 can't go on at its action 1, 1B1: it needs 1F1, which comes later on the same mesh\n"
@@ -52,7 +51,7 @@ def test_the_first_action_that_can_not_go_on_is_named():
 
 
 def test_a_deadlock_between_meshes_names_both_sides():
-    message = refusal(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"])
+    message = refused(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"])
     assert "mesh 0 can't go on at its action 1, 0B0: it needs 1B0, which comes later on mesh 1" in message
     assert "mesh 1 can't go on at its action 1, 1F1: it needs 0F1, which comes later on mesh 0" in message
     assert "why: no mesh can run its next action" in message
@@ -63,7 +62,7 @@ def test_stages_that_take_values_from_others_than_the_one_before():
     check_schedule(Schedule.of(rows), takes={1: (0,), 2: (0,)})
     needs = Dependencies(Schedule.of(rows), {1: (0,), 2: (0,)}).needs(Action("B", 0, 0))
     assert needs == [Action("F", 0, 0), Action("B", 1, 0), Action("B", 2, 0)]
-    assert "it needs 2F0, which comes later on mesh 2" in refusal(rows, takes={0: (2,), 1: (0,), 2: (1,)})
+    assert "it needs 2F0, which comes later on mesh 2" in refused(rows, takes={0: (2,), 1: (0,), 2: (1,)})
 
 
 def test_what_is_held_is_that_of_the_formulas():
@@ -104,7 +103,7 @@ def test_orders_that_keep_dependencies_pass_and_others_do_not():
             check_schedule(Schedule.of(rows))
             passed += 1
         else:
-            assert "can't go on" in refusal(rows)
+            assert "can't go on" in refused(rows)
     assert 50 < passed < 290
 
 

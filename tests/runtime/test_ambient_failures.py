@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mesh_tensor as mt
-from tests.runtime.ranks.support import refusal
+from tests.refusals import refusal
 
 from .test_ambient import MESH, Given
 

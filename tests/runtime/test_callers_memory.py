@@ -5,7 +5,7 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
-from tests.runtime.ranks.support import refusal
+from tests.refusals import refusal
 
 
 @T.prim_func

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
-from tests.runtime.ranks.support import refusal
+from tests.refusals import refusal
 
 ONES = torch.ones(8, 8)
 

@@ -6,6 +6,7 @@ from tvm import relax, tirx
 
 import mesh_tensor as mt
 from mesh_tensor.runtime import sequential, sequential_lines
+from tests.refusals import refusal
 
 op = relax.op
 
@@ -124,9 +125,8 @@ def test_what_does_not_fit_is_refused_after_calls_that_did():
         "a list, but expected a tensor": [1.0],
     }
     for said, tensor in wrong.items():
-        with pytest.raises(mt.MeshTensorError) as error:
-            mt.run_sequential(mod, {"x0": tensor})
-        assert said in str(error.value)
+        message = refusal(mt.run_sequential, mod, {"x0": tensor})
+        assert said in message
 
 
 def test_symbolic_sizes(interpreted):
@@ -140,7 +140,6 @@ def test_symbolic_sizes(interpreted):
 def test_what_fails_is_named_as_when_it_is_interpreted():
     mod = module(lambda b, x: b.emit(op.take(relax.const(torch.ones(4).numpy()), x, 0), "found"), (2,), dtype="int64")
     assert mt.run_sequential(mod, [torch.tensor([0, 3])]).tolist() == [1.0, 1.0]
-    with pytest.raises(mt.MeshTensorError) as error:
-        mt.run_sequential(mod, [torch.tensor([0, 4])])
-    assert "binding: main.found" in str(error.value)
+    message = refusal(lambda: mt.run_sequential(mod, [torch.tensor([0, 4])]))
+    assert "binding: main.found" in message
     assert mt.run_sequential(mod, [torch.tensor([1, 2])]).tolist() == [1.0, 1.0]

@@ -77,12 +77,11 @@ class OpCall:
         """`dim` counted from the front of that operand's dims."""
         return dim % max(1, self.inputs[operand].ndim)
 
-    def axes(self, dims: int | tuple[int, ...] | None, operand: int = 0) -> tuple[int, ...]:
-        """Dims counted from the front; None means all of them."""
+    def axes(self, dims: int | tuple[int, ...] | None) -> tuple[int, ...]:
+        """Dims of the first operand, counted from the front; None means all of them."""
         if dims is None:
-            return tuple(range(self.inputs[operand].ndim))
-        dims = (dims,) if isinstance(dims, int) else dims
-        return tuple(self.axis(dim, operand) for dim in dims)
+            return tuple(range(self.inputs[0].ndim))
+        return tuple(map(self.axis, (dims,) if isinstance(dims, int) else dims))
 
 
 def _replaced(arg: relax.Expr, tensors: Iterator[relax.Expr]) -> relax.Expr:

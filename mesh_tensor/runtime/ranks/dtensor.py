@@ -59,7 +59,7 @@ def to_placements(sharding: Sharding) -> tuple[Any, ...]:
 
 
 def from_placements(mesh: Mesh | Mapping[str, int], ndim: int, placements: Sequence[Any]) -> Sharding:
-    """The Sharding of a DTensor of `ndim` dims with these placements, one per axis of `mesh`."""
+    """The Sharding of a DTensor of `ndim` dims with these torch placements, one per axis of `mesh`."""
     return _sharding_of(Mesh(mesh), ndim, tuple(placements))
 
 

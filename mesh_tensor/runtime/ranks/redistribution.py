@@ -224,11 +224,11 @@ def one_of(layout: Sharding) -> Sharding:
 
 
 def resume(mesh: Mesh | Mapping[str, int] | DeviceMesh | Topology) -> None:
-    """Make a mesh usable again on whose ranks a call has failed. All ranks have to call it, when none of them is in a
-    call on the mesh; it returns when all have.
+    """Make a mesh usable again after a call on its ranks has failed. Collective: all ranks have to call it, outside of
+    calls on the mesh, and it returns when all have.
 
-    What was under way is dropped, connections are new, and kernels agree anew on what to run. Values that a failed call
-    was updating in place are as that call left them.
+    Messages under way are dropped and connections made anew. Tensors that the failed call was updating in place stay as
+    it left them.
 
     Args:
         mesh: the mesh of the kernels, or the DeviceMesh that they ran on; of a pipeline its topology.

@@ -55,15 +55,15 @@ class RankTopology:
     name      the mesh that this rank is in; `rank` is its number there
     """
 
-    def __init__(self, topology: Topology, device_type: str = "cpu") -> None:
+    def __init__(self, topology: Topology) -> None:
         from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
         _check(topology)
         self.topology = topology
-        self._world: Ranks = ranks_of(Mesh({"ranks": topology.num_devices}), None, device_type)
+        self._world: Ranks = ranks_of(Mesh({"ranks": topology.num_devices}), None, "cpu")
         self.device_meshes = {
             name: TorchMesh(
-                device_type,
+                "cpu",
                 torch.tensor(topology.devices(name)).view(tuple(topology[name].shape.values())),
                 mesh_dim_names=topology[name].axis_names,
             )

@@ -28,10 +28,11 @@ ShardingLike = Sharding | Mapping[str, Any] | Sequence[Any] | str
 
 
 class MeshTensor(Arithmetic):
-    """A tensor as one tile per device of a virtual mesh. Arithmetic and torch's element-wise functions take those that
-    lie alike, and numbers.
+    """A tensor that is distributed over a virtual mesh: one contiguous tile per device, all of one shape. It supports
+    arithmetic and torch's element-wise functions with numbers and with MeshTensors of the same layout.
 
-    Devices that hold the same may share one memory. Beyond its valid part a tile is padding, which nothing reads.
+    Devices that hold the same elements may share memory. Where a dim is not divided evenly, tiles end in padding, which
+    nothing reads.
 
     >>> mesh = Mesh({"x": 2})
     >>> a = distribute(torch.arange(5), mesh, {"x": 0})
@@ -71,15 +72,15 @@ class MeshTensor(Arithmetic):
 
     @property
     def ndim(self) -> int:
-        """How many dims it has."""
+        """The number of dims."""
         return len(self._layout.shape)
 
     def dim(self) -> int:
-        """How many dims it has."""
+        """The number of dims, as of a torch tensor."""
         return len(self._layout.shape)
 
     def numel(self) -> int:
-        """How many elements the whole tensor has."""
+        """The number of elements of the global tensor."""
         return math.prod(self._layout.shape)
 
     @property
@@ -94,12 +95,12 @@ class MeshTensor(Arithmetic):
 
     @property
     def layout(self) -> Layout:
-        """What is known of all tensors that lie like this one."""
+        """Shape, dtype and sharding together, which tensors of the same layout share."""
         return self._layout
 
     @property
     def sharding(self) -> Sharding:
-        """How the tensor lies on the mesh."""
+        """How the tensor is distributed over the mesh."""
         return self._layout.sharding
 
     @property
@@ -108,30 +109,30 @@ class MeshTensor(Arithmetic):
         return self._layout.sharding.mesh
 
     def tile(self, device: int | Mapping[str, int]) -> torch.Tensor:
-        """What the device (its rank, or its coordinate on every axis) holds of the tensor, without padding: a view."""
+        """The elements that a device (by rank, or by its coordinate on every axis) holds: a view without padding."""
         return self._layout.valid_part(self._tiles, self._rank(device))
 
     def padded_tile(self, device: int | Mapping[str, int]) -> torch.Tensor:
-        """The device's memory for the tensor: `sharding.tile_shape(shape)`, padding included."""
+        """A device's whole tile, padding included, of shape `sharding.tile_shape(shape)`."""
         return self._tiles[self._rank(device)]
 
     def tiles(self) -> tuple[torch.Tensor, ...]:
-        """The padded tiles of all devices, in order of rank. Devices that hold the same may share one."""
+        """The padded tiles of all devices, by rank. Devices that hold the same elements may share one."""
         return tuple(self._tiles)
 
     def parts(self) -> list[torch.Tensor]:
-        """The valid parts that together are the tensor, each once, as views."""
+        """Views of the tiles without padding that together are the tensor: each element once."""
         return self._layout.parts(self._tiles)
 
     @property
     def tiles_are_apart(self) -> bool:
-        """No two devices have memory in common."""
+        """Whether no two devices share memory."""
         spans = sorted(map(memory_span, self._tiles))
         return all(end <= start for (_, end), (start, _) in pairwise(spans))
 
     def overwrite(self, results: Sequence[torch.Tensor]) -> None:
-        """Let the devices hold `results`: in the memory of their tiles, or in new memory where devices share some that
-        hold other parts (or, of partial tensors, other contributions) than each other."""
+        """Replace every device's tile by its result, one per device, by rank: in place, or in new memory where devices
+        that share memory now hold different elements (or different contributions to a partial tensor)."""
         layout = self._layout
         apart = {(layout.holder(rank), tile.data_ptr()): tile for rank, tile in enumerate(self._tiles)}
         if not of_tiles(list(apart.values()), layout).tiles_are_apart:
@@ -143,22 +144,25 @@ class MeshTensor(Arithmetic):
 
     @undisturbed
     def full(self) -> torch.Tensor:
-        """The global tensor, in memory of its own. Partial placements are reduced; of replicas the first is taken."""
+        """The global tensor, in memory of its own: partial values are reduced, and one of equal replicas is taken."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self._layout.collect(self._tiles, out)
         return out
 
     @undisturbed
     def clone(self) -> MeshTensor:
-        """The same in memory of its own. Devices that share a tile do so there, too."""
+        """A copy. Devices that share a tile share its copy."""
         known = {tile.data_ptr(): tile for tile in self._tiles}
         made = {place: clone(tile) for place, tile in known.items()}
         return of_tiles([made[tile.data_ptr()] for tile in self._tiles], self._layout)
 
     @undisturbed
     def redistribute(self, sharding: ShardingLike) -> MeshTensor:
-        """The same tensor in another layout on the same mesh: the bits that `plan_redistribution`'s plan gives, in as
-        few copies as can be."""
+        """The tensor in another layout on its mesh, bit for bit what the steps of `plan_redistribution` give.
+
+        Raises:
+            MeshTensorError: the sharding doesn't fit the tensor or its mesh.
+        """
         wanted = as_sharding(self.mesh, len(self.shape), sharding)
         made = self
         for before, after in pairwise(_planned(self.shape, self.dtype, self.sharding, wanted).stages):
@@ -201,10 +205,9 @@ def check_count(mesh: Mesh) -> None:
 
 @undisturbed
 def distribute(tensor: torch.Tensor, mesh: Mesh | Mapping[str, int], sharding: ShardingLike) -> MeshTensor:
-    """`tensor` as tiles on the devices of `mesh`.
+    """Distribute a global tensor over the devices of a virtual mesh: each gets a copy of its tile.
 
-    The tiles are copies. Where an axis is partial, the device at its coordinate 0 holds the value and the others the
-    neutral element of its op.
+    Along a partial axis, the device at coordinate 0 holds the value, and the others the neutral element of the op.
 
     Args:
         tensor: a global tensor that requires no gradient.

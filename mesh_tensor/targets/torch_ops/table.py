@@ -126,15 +126,12 @@ def local_operators() -> tuple[str, ...]:
     return tuple(name for name in _MAKERS if name.startswith("mesh."))
 
 
-def torch_function(
-    call: OpCall, mesh: Mesh | None = None, rank: int = 0, valid: tuple[Valid, ...] | None = None
-) -> Callable[..., tuple[torch.Tensor, ...]]:
+def torch_function(call: OpCall, mesh: Mesh | None = None, rank: int = 0) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The torch function of a call: it takes the call's tensor operands, flattened, and gives its results, whose dtypes
     are those of `call.outputs`. Results may be views of operands.
 
     With a mesh the operands are the tiles of device `rank`: data-dependent indices out of range then give poison (NaN
-    or an extreme integer), since they may be padding; without a mesh, or in what is `valid` of the tiles, they are
-    refused.
+    or an extreme integer), since they may be padding; without a mesh they are refused.
 
     Raises:
         MeshTensorError: the operator, or what its attributes ask for, has no torch function here.
@@ -142,13 +139,14 @@ def torch_function(
     >>> torch_function(op_call(relax.op.matmul(x, w)))(torch.ones(4, 8), torch.ones(8, 2))[0].shape
     torch.Size([4, 2])
     """
-    return typed(untyped_function(call, mesh, rank, valid), [torch_dtype(out.dtype) for out in call.outputs])
+    return typed(untyped_function(call, mesh, rank), [torch_dtype(out.dtype) for out in call.outputs])
 
 
 def untyped_function(
     call: OpCall, mesh: Mesh | None = None, rank: int = 0, valid: tuple[Valid, ...] | None = None
 ) -> Function:
-    """As :func:`torch_function`, but a single result may come bare, and the dtypes are those that torch gives."""
+    """As :func:`torch_function`, but a single result may come bare, and the dtypes are those that torch gives. Indices
+    out of range are refused in what is `valid` of the tiles, too."""
     name = call.operator
     if name not in _MAKERS:
         refuse(

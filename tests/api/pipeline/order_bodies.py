@@ -10,7 +10,7 @@ import torch
 
 import mesh_tensor as mt
 from tests.api.pipeline.rank_bodies import batch, check, made, uneven
-from tests.runtime.ranks.support import refusal
+from tests.refusals import refusal
 
 TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 1}}
 

@@ -12,7 +12,7 @@ import torch
 import mesh_tensor as mt
 from mesh_tensor import MeshTensorError
 from tests.api.pipeline.models import Normed, chain, chain_loss
-from tests.runtime.ranks.support import refusal
+from tests.refusals import refusal
 
 TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 2}}
 CUTS = {"1f1b": ["layer1"], "zb-h1": ["layer1"], "interleaved": ["layer0", "layer1", "layer2"]}

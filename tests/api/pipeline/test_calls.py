@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import mesh_tensor as mt
 from mesh_tensor import MeshTensorError
 from mesh_tensor.api.pipeline.rows import Row
-from tests.runtime.ranks.support import refusal
+from tests.refusals import refusal
 
 from .models import Net, batch, imported
 

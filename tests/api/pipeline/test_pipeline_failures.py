@@ -1,6 +1,7 @@
 """What a pipeline refuses: before anything runs, or by the stage and action where it happened."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import mesh_tensor as mt
 from mesh_tensor import MeshTensorError
 from tests.api.pipeline.models import Net, batch, imported
+from tests.refusals import refusal
 
 TOPOLOGY = {"m0": {"d": 2}, "m1": {"d": 2}}
 
@@ -17,10 +19,7 @@ def module():
     return imported(Net(blocks=2), 2)
 
 
-def refusal(*args, **options):
-    with pytest.raises(MeshTensorError) as raised:
-        mt.pipeline(*args, **options)
-    return str(raised.value)
+refused = partial(refusal, mt.pipeline)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,7 @@ def refusal(*args, **options):
     ],
 )
 def test_stages_that_can_not_be(module, stages, facts):
-    message = refusal(module, TOPOLOGY, stages)
+    message = refused(module, TOPOLOGY, stages)
     assert all(fact in message for fact in facts), message
 
 
@@ -83,7 +82,7 @@ def test_stages_that_can_not_be(module, stages, facts):
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(module, options, facts):
     options = {"stages": ["blocks.0"], "microbatches": 2, **options}
-    message = refusal(module, TOPOLOGY, **options)
+    message = refused(module, TOPOLOGY, **options)
     assert all(fact in message for fact in facts), message
 
 
@@ -94,7 +93,7 @@ def test_a_pipeline_is_not_copied(module):
 
 
 def test_three_stages_on_two_meshes_have_no_named_schedule(module):
-    assert "3 stages on 2 meshes" in refusal(module, TOPOLOGY, ["embed", "blocks.0"], schedule="1f1b", train=True)
+    assert "3 stages on 2 meshes" in refused(module, TOPOLOGY, ["embed", "blocks.0"], schedule="1f1b", train=True)
 
 
 def test_batches_that_do_not_fit(module):

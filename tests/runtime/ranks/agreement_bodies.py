@@ -16,9 +16,10 @@ import mesh_tensor as mt
 from kernels.matmul import matmul
 from mesh_tensor.runtime.ranks import faults
 from mesh_tensor.runtime.ranks.ranks import ranks_of
+from tests.refusals import refusal
 
 from .fault_bodies import assert_usable, k_split, nobody_speaks
-from .support import all_come, refusal, say, wait_for
+from .support import all_come, say, wait_for
 
 K_SPLIT = {"A": {"x": 1}, "B": {"x": 0}, "C": {}}
 

@@ -12,9 +12,10 @@ from tvm import relax
 import mesh_tensor as mt
 from kernels.matmul import matmul
 from tests.plan.modules import function
+from tests.refusals import refusal
 from tests.runtime.ambient_states import STATES, TRANSFORMS, within
 
-from .support import pure, refusal
+from .support import pure
 
 M, N, K = 45, 33, 70
 

@@ -15,10 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
+from tests.refusals import refusal
 from tests.runtime.programs import axpy_kernel
 
 from .fault_bodies import assert_usable
-from .support import refusal
 
 
 def placements_that_mean_more(rank):

@@ -9,8 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import mesh_tensor as mt
 from kernels.matmul import matmul, matmul_backward
 from kernels.rms_norm import rms_norm, rms_norm_backward
-
-from .support import refusal
+from tests.refusals import refusal
 
 LAYOUTS = {
     "rows": {"A": {"x": 0}, "B": {}, "C": {"x": 0}},

@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
-
-from .support import refusal
+from tests.refusals import refusal
 
 
 def compiled_model(rank):

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import mesh_tensor as mt
-
-from .support import refusal
+from tests.refusals import refusal
 
 
 class Megatron(nn.Module):

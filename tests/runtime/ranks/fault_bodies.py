@@ -15,9 +15,10 @@ import mesh_tensor as mt
 from mesh_tensor.runtime.ranks import faults
 from mesh_tensor.runtime.ranks.ranks import check_backend
 from mesh_tensor.targets.kernels import Target
+from tests.refusals import refusal
 from tests.runtime.programs import add_one_split, kernel_of, matmul_k_split, matmul_kernel
 
-from .support import all_come, refusal, say, wait_for
+from .support import all_come, say, wait_for
 
 
 def no_process_group(rank):

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import mesh_tensor as mt
 from tests.api.pipeline.models import chain
+from tests.refusals import refusal
 
 from .fault_bodies import assert_usable
-from .support import refusal
 
 
 def numbers(rank):

@@ -17,10 +17,11 @@ from kernels import mlp
 from kernels.flash_attention import flash_attention
 from kernels.linear_attention import linear_attention
 from kernels.matmul import matmul
+from tests.refusals import refusal
 from tests.runtime.programs import accumulate_kernel, kernel_of, matmul_k_split, matmul_kernel
 from tests.sweep_points import AXES, KERNELS, sample, sharding_at
 
-from .support import pure, refusal
+from .support import pure
 
 
 def k_split_matmul(rank):

@@ -15,8 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import mesh_tensor as mt
 from kernels.matmul import matmul
 from tests.api.pipeline.models import chain
-
-from .support import refusal
+from tests.refusals import refusal
 
 M, N, K = 6, 4, 8
 

@@ -26,8 +26,9 @@ from tests.program import test_families
 from tests.random_modules.build import build
 from tests.random_modules.check import flat, make_data
 from tests.random_modules.strategy import make_case
+from tests.refusals import refusal
 
-from .support import pure, refusal
+from .support import pure
 
 
 def modules_of(sizes, numbers):

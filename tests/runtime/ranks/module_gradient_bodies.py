@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mesh_tensor as mt
-
-from .support import refusal
+from tests.refusals import refusal
 
 
 class MLP(nn.Module):

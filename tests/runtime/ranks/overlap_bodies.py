@@ -19,8 +19,9 @@ from mesh_tensor.runtime.ranks.faults import Faults
 from mesh_tensor.runtime.ranks.rank_backend import RankBackend
 from mesh_tensor.runtime.ranks.rank_launch import RankLaunch
 from mesh_tensor.targets.kernels import Target, find_target
+from tests.refusals import refusal
 
-from .support import in_a_call, pure, refusal
+from .support import in_a_call, pure
 
 REDUCED = {"A": {"x": 1}, "B": {"x": 0}, "C": {}}
 GATHERED = {"A": {"x": 1}, "B": {"x": 1}, "C": {"x": 1}}

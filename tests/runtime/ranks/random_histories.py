@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 import mesh_tensor as mt
 from tests.random_kernels.check import RIGHT, Outcome
 from tests.random_training import CLASSES, RATE, Model, TrainingCase, make_training_case
+from tests.refusals import refusal
 
 from .launcher import run as on_ranks
-from .support import pure, refusal
+from .support import pure
 
 EVENTS = ("run", "run", "state", "load", "save", "bad batch", "not finite", "bad on one", "bad state", "evaluate")
 

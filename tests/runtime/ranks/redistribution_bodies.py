@@ -19,9 +19,10 @@ from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.runtime.ranks import lies_like_torch, ranks_of
 from mesh_tensor.runtime.ranks.plan import RankRedistribution
+from tests.refusals import refusal
 from tests.runtime.reference import layouts, scatter, shardings
 
-from .support import in_a_call, pure, refusal
+from .support import in_a_call, pure
 
 Pair = tuple[int, mt.MeshTensor, mt.MeshTensor]
 

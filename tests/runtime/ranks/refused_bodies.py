@@ -14,22 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import mesh_tensor as mt
+from tests.api.models import Counted
 from tests.api.pipeline.models import chain
-
-from .support import refusal
-
-
-class Counted(nn.Linear):
-    """Counts its calls."""
-
-    def __init__(self):
-        super().__init__(4, 3)
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, x):
-        """Of all calls so far."""
-        self.count += 1
-        return super().forward(x) * self.count
+from tests.refusals import refusal
 
 
 def steps(rank):

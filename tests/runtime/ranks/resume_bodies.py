@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mesh_tensor as mt
+from tests.refusals import refusal
 from tests.runtime.programs import kernel_of, matmul_k_split, matmul_kernel
 
 from .fault_bodies import assert_usable, k_split, nobody_speaks
-from .support import refusal, say, wait_for
+from .support import say, wait_for
 
 
 def refused_on_one_rank(rank):

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-import mesh_tensor as mt
 from mesh_tensor.runtime.ranks.ranks import Ranks
-
-
-def refusal(work: Callable[[], object]) -> str:
-    """The message of the MeshTensorError that `work` raises."""
-    try:
-        work()
-    except mt.MeshTensorError as error:
-        return str(error)
-    raise AssertionError("nothing was refused")
 
 
 def say(words: str) -> None:

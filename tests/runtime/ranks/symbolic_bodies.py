@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import mesh_tensor as mt
 from kernels.matmul import matmul
-
-from .support import refusal
+from tests.refusals import refusal
 
 
 def even_tiles(rank):

@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import mesh_tensor as mt
+from tests.refusals import refusal
 
-from .support import pure, refusal
+from .support import pure
 
 DATA = {"x": {"data": 0}, "target": {"data": 0}}
 

@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 import mesh_tensor as mt
 from kernels.models import gpt2
 from mesh_tensor.importers.weight_files import StoredTensor
-
-from .support import refusal
+from tests.refusals import refusal
 
 CONFIG = gpt2.Config(layers=1, fused=True)
 

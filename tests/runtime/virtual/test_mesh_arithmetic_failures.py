@@ -6,16 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from mesh_tensor import Mesh, MeshTensorError, distribute
+from tests.refusals import refusal
 
 MESH = Mesh({"x": 2, "y": 3})
 WHOLE = torch.randn(6, 6)
 TENSOR = distribute(WHOLE, MESH, {"x": 0})
-
-
-def message(call, *args, **named):
-    with pytest.raises(MeshTensorError) as caught:
-        call(*args, **named)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +25,7 @@ def message(call, *args, **named):
     ids=["matmul", "@", "reflected", "linear", "einsum"],
 )
 def test_products_are_for_kernels(call, name):
-    text = message(call, TENSOR)
+    text = refusal(call, TENSOR)
     assert f"torch's {name} can't be taken of a MeshTensor" in text or "rmatmul" in text
     assert "why: what it sums over may be split" in text
     assert "compile a kernel for it (mt.compile), or a module (mt.distribute_module)" in text
@@ -42,7 +37,7 @@ def test_products_are_for_kernels(call, name):
 )
 def test_what_is_not_element_wise(function):
     args = {torch.cat: ([TENSOR, TENSOR],), torch.sum: (TENSOR,), torch.reshape: (TENSOR, (36,))}
-    text = message(function, *args.get(function, (TENSOR, 0)))
+    text = refusal(function, *args.get(function, (TENSOR, 0)))
     assert f"torch's {function.__name__} can't be taken of a MeshTensor" in text
     assert "not one of the element-wise functions" in text
     assert ".full()" in text
@@ -61,13 +56,13 @@ def test_methods_that_it_has_not():
 
 @pytest.mark.parametrize("call", [lambda t: t + WHOLE, lambda t: WHOLE * t, lambda t: torch.where(t > 0, t, WHOLE)])
 def test_a_whole_tensor_beside_it(call):
-    text = message(call, TENSOR)
+    text = refusal(call, TENSOR)
     assert "a Tensor of shape (6, 6), which lies on no mesh, beside a MeshTensor" in text
     assert "mt.distribute(tensor, mesh, sharding)" in text
 
 
 def test_a_scalar_whose_gradient_would_be_lost():
-    text = message(lambda: TENSOR * torch.tensor(2.0, requires_grad=True))
+    text = refusal(lambda: TENSOR * torch.tensor(2.0, requires_grad=True))
     assert "a Tensor beside a MeshTensor: requires a gradient, which would be lost" in text
     with torch.no_grad():
         (TENSOR * torch.tensor(2.0, requires_grad=True)).full()
@@ -75,7 +70,7 @@ def test_a_scalar_whose_gradient_would_be_lost():
 
 @pytest.mark.parametrize(("value", "told"), [("x", "'x' beside"), ([1], "a list beside"), (None, "no operands of add")])
 def test_operands_that_are_none(value, told):
-    text = message(lambda: TENSOR + value)
+    text = refusal(lambda: TENSOR + value)
     assert told in text
     assert "where: add of MeshTensors" in text
 
@@ -94,7 +89,7 @@ def test_operands_that_are_none(value, told):
     ids=str,
 )
 def test_tensors_that_lie_otherwise(other, told):
-    text = message(lambda: TENSOR + other)
+    text = refusal(lambda: TENSOR + other)
     assert told in text
     assert "why: every device computes its own tile, and nothing is moved or broadcast" in text
     assert ".redistribute('S[0], R')" in text
@@ -130,7 +125,7 @@ SCALAR_PART = distribute(torch.tensor(2.0), MESH, "P[sum], R")
 )
 def test_what_is_not_linear_in_a_partial_tensor(call, name):
     """Each device would add its own 1."""
-    text = message(call, PART)
+    text = refusal(call, PART)
     assert f"{name} of a tensor that is partial (sum over 'x')" in text
     assert "why: a device holds a part of each value" in text
     assert "fix: reduce it first: .redistribute({'y': 0})" in text
@@ -149,22 +144,22 @@ def test_what_is_not_linear_in_a_partial_tensor(call, name):
     ],
 )
 def test_other_partial_tensors(call):
-    text = message(call)
+    text = refusal(call)
     assert "partial" in text or "tensors as" in text
     assert ".redistribute(" in text
 
 
 def test_results_are_new_tensors():
-    assert "`out` is given for a MeshTensor" in message(torch.add, TENSOR, TENSOR, out=TENSOR)
-    assert "`inplace` is given for a MeshTensor" in message(F.relu, TENSOR, inplace=True)
-    assert "torch's relu_ can't" in message(torch.relu_, TENSOR)
+    assert "`out` is given for a MeshTensor" in refusal(torch.add, TENSOR, TENSOR, out=TENSOR)
+    assert "`inplace` is given for a MeshTensor" in refusal(F.relu, TENSOR, inplace=True)
+    assert "torch's relu_ can't" in refusal(torch.relu_, TENSOR)
 
 
 def test_what_python_would_get_wrong_without_a_word():
-    assert "a MeshTensor is neither true nor false" in message(lambda: bool(TENSOR == TENSOR))
-    assert ".full().all()" in message(lambda: 1 if TENSOR > 0 else 2)
-    assert ".full().numpy()" in message(np.asarray, TENSOR)
-    assert ".tile(rank)" in message(lambda: TENSOR[0])
-    assert ".tile(rank)" in message(list, TENSOR)
+    assert "a MeshTensor is neither true nor false" in refusal(lambda: bool(TENSOR == TENSOR))
+    assert ".full().all()" in refusal(lambda: 1 if TENSOR > 0 else 2)
+    assert ".full().numpy()" in refusal(np.asarray, TENSOR)
+    assert ".tile(rank)" in refusal(lambda: TENSOR[0])
+    assert ".tile(rank)" in refusal(list, TENSOR)
     with pytest.raises(MeshTensorError, match="items can't be set"):
         TENSOR[0] = 1

@@ -1,5 +1,7 @@
 """What can't run on a CPU is refused with a message that names it, the kernel and the way out."""
 
+from functools import partial
+
 import pytest
 import tilelang.language as T
 import torch
@@ -7,13 +9,9 @@ import torch
 from mesh_tensor import MeshTensorError
 from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 from mesh_tensor.targets.cpu.retarget import retarget_for_cpu
+from tests.refusals import refusal
 
-
-def refusal(func):
-    """The message that compiling `func` ends with."""
-    with pytest.raises(MeshTensorError) as caught:
-        compile_for_cpu(func)
-    return str(caught.value)
+refused = partial(refusal, compile_for_cpu)
 
 
 def test_the_thread_index():
@@ -22,7 +20,7 @@ def test_the_thread_index():
         with T.Kernel(1, threads=128):
             X[T.get_thread_binding(0)] = 1.0
 
-    message = refusal(per_thread)
+    message = refused(per_thread)
     assert "thread index 'tx'" in message
     assert "kernel 'per_thread', target 'c'" in message
     assert "T.Parallel" in message
@@ -35,7 +33,7 @@ def test_an_intrinsic_of_gpus():
             for i in T.Parallel(128):
                 X[i] = T.shfl_xor(X[i], 1)
 
-    message = refusal(shuffled)
+    message = refused(shuffled)
     assert "T.shfl_xor_sync on " in message
     assert "kernel 'shuffled'" in message
 
@@ -48,7 +46,7 @@ def test_a_statement_of_gpus():
                 T.sync_grid()
             T.clear(X)
 
-    message = refusal(grid_barrier)
+    message = refused(grid_barrier)
     assert "T.sync_grid can't run on a CPU" in message
     assert "kernel 'grid_barrier'" in message
     assert 'use target="cuda"' in message
@@ -61,7 +59,7 @@ def test_an_old_value_that_is_not_always_asked_for():
             if Y[bx] > 0 and T.atomic_add(X[0], 1, return_prev=True) < 3:
                 Y[bx] = 0
 
-    assert "T.atomic_add_ret_elem_op" in refusal(counter)
+    assert "T.atomic_add_ret_elem_op" in refused(counter)
 
 
 def test_a_dtype_that_c_lacks():
@@ -71,7 +69,7 @@ def test_a_dtype_that_c_lacks():
             for i in T.Parallel(8):
                 Y[i] = X[i]
 
-    message = refusal(four_bits)
+    message = refused(four_bits)
     assert "float4_e2m1fn" in message
     assert "kernel 'four_bits'" in message
     assert "float16" in message
@@ -85,7 +83,7 @@ def test_a_block_of_a_dtype_that_c_lacks():
             T.copy(X, x)
             T.copy(x, Y)
 
-    assert "float4_e2m1fn" in refusal(four_bits)
+    assert "float4_e2m1fn" in refused(four_bits)
 
 
 def test_a_gemm_past_the_end_of_a_block():
@@ -98,7 +96,7 @@ def test_a_gemm_past_the_end_of_a_block():
             T.gemm(a[n : n + 16, 0:16], b, c)
             T.copy(c, C)
 
-    message = refusal(too_far)
+    message = refused(too_far)
     assert "T.gemm over 'a' (16, 16) reaches past the buffer" in message
     assert "kernel 'too_far'" in message
 
@@ -109,7 +107,7 @@ def test_a_copy_between_blocks_that_do_not_pair_up():
         with T.Kernel(1, threads=128):
             T.copy(X[0:4, 0:8, 0:16], Y[0:8, 0:16])
 
-    message = refusal(lopsided)
+    message = refused(lopsided)
     assert "'X' (4, 8, 16)" in message
     assert "'Y' (8, 16)" in message
     assert "kernel 'lopsided'" in message
@@ -122,7 +120,7 @@ def test_an_unknown_external_function():
             for i in T.Parallel(8):
                 X[i] = T.call_extern("float32", "__nv_fast_sqrtf", X[i])
 
-    message = refusal(external)
+    message = refused(external)
     assert "'__nv_fast_sqrtf'" in message
     assert "sqrtf" in message
 
@@ -134,7 +132,7 @@ def test_a_scalar_parameter_of_16_bits():
             for i in T.Parallel(8):
                 X[i] = X[i] * T.cast(s, "float32")
 
-    message = refusal(half_scalar)
+    message = refused(half_scalar)
     assert "'s'" in message
     assert "float16" in message
     assert "pass it as float32" in message
@@ -149,7 +147,7 @@ def test_a_size_that_no_argument_has():
             for i in T.Parallel(n // 2):
                 X[i] = 1.0
 
-    message = refusal(halves)
+    message = refused(halves)
     assert "'n'" in message
     assert "kernel 'halves'" in message
 

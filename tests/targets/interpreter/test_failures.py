@@ -1,5 +1,7 @@
 """What the interpreter refuses, and that its messages say what, where and why."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import tilelang.language as T
@@ -8,12 +10,9 @@ from tvm import ir, tirx
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.lowering.lower import register
 from mesh_tensor.targets.interpreter import interpret, poisoned
+from tests.refusals import refusal
 
-
-def refusal(func, args, **options):
-    with pytest.raises(MeshTensorError) as caught:
-        interpret(func, args, **options)
-    return str(caught.value)
+refused = partial(refusal, interpret)
 
 
 @T.prim_func
@@ -29,16 +28,16 @@ def ones(*shape, dtype="float32"):
 
 def test_wrong_arguments():
     x = ones(8, 4)
-    assert "takes 3 arguments, not 2" in refusal(scale, [x, x])
-    assert "'X' takes a numpy array, not list" in refusal(scale, [[1.0], x, 2.0])
-    message = refusal(scale, [x, ones(8, 4, dtype="float64"), 2.0])
+    assert "takes 3 arguments, not 2" in refused(scale, [x, x])
+    assert "'X' takes a numpy array, not list" in refused(scale, [[1.0], x, 2.0])
+    message = refused(scale, [x, ones(8, 4, dtype="float64"), 2.0])
     assert "'Y' has dtype float32, the array given has float64" in message
-    assert "'Y' has 2 dims, the array given has shape (8,)" in refusal(scale, [x, ones(8), 2.0])
-    message = refusal(scale, [ones(8, 5), x, 2.0])
+    assert "'Y' has 2 dims, the array given has shape (8,)" in refused(scale, [x, ones(8), 2.0])
+    message = refused(scale, [ones(8, 5), x, 2.0])
     assert "'X'" in message
     assert "[8, 4]" in message
     assert "(8, 5)" in message
-    assert "scalar parameter 'by' was given an array" in refusal(scale, [x, x, x])
+    assert "scalar parameter 'by' was given an array" in refused(scale, [x, x, x])
 
 
 def test_symbolic_sizes_that_disagree():
@@ -50,7 +49,7 @@ def test_symbolic_sizes_that_disagree():
             Y[0, 0] = X[0, 0]
 
     interpret(func, [ones(5, 4), ones(3, 5)])
-    message = refusal(func, [ones(5, 4), ones(2, 5)])
+    message = refused(func, [ones(5, 4), ones(2, 5)])
     assert "'Y'" in message
     assert "(3, 5)" in message
     assert "(2, 5)" in message
@@ -77,12 +76,12 @@ def outside(lanes):
 def test_poisoned_accesses_outside_a_parameter(lanes):
     func = outside(lanes)
     interpret(func, [ones(8, 4), ones(8, 4), 4, 0], poison=True)
-    message = refusal(func, [ones(8, 4), ones(8, 4), 6, 0], poison=True)
+    message = refused(func, [ones(8, 4), ones(8, 4), 6, 0], poison=True)
     assert "reads X[8, 3]" in message
     assert "shape (8, 4)" in message
-    message = refusal(func, [ones(8, 4), ones(8, 4), -1, 0], poison=True)
+    message = refused(func, [ones(8, 4), ones(8, 4), -1, 0], poison=True)
     assert "reads X[-1, 3]" in message
-    message = refusal(func, [ones(8, 4), ones(8, 4), 0, 2], poison=True)
+    message = refused(func, [ones(8, 4), ones(8, 4), 0, 2], poison=True)
     assert "writes Y[2, 4]" in message
     interpret(func, [ones(8, 4), ones(8, 4), 6, 2])
 
@@ -97,7 +96,7 @@ def test_accesses_outside_an_on_chip_buffer_always_raise(poison):
                 x[i + at] = X[i]
 
     interpret(elements, [ones(8), 0], poison=poison)
-    assert "writes x[8]" in refusal(elements, [ones(8), 1], poison=poison)
+    assert "writes x[8]" in refused(elements, [ones(8), 1], poison=poison)
 
     @T.prim_func
     def boxes(X: T.Tensor((8, 8), "float32"), at: T.int32):
@@ -108,7 +107,7 @@ def test_accesses_outside_an_on_chip_buffer_always_raise(poison):
             T.gemm(x[at : at + 4, 0:4], x[0:4, 0:4], y)
 
     interpret(boxes, [ones(8, 8), 4], poison=poison)
-    message = refusal(boxes, [ones(8, 8), 6], poison=poison)
+    message = refused(boxes, [ones(8, 8), 6], poison=poison)
     assert "[6, 0]" in message
     assert "of x" in message
     assert "(8, 8)" in message
@@ -149,7 +148,7 @@ def test_thread_indices():
         with T.Kernel(1, threads=128) as _:
             Y[T.get_thread_binding()] = 1
 
-    message = refusal(func, [ones(128, dtype="int32")])
+    message = refused(func, [ones(128, dtype="int32")])
     assert "'tx'" in message
     assert "thread" in message
 
@@ -159,9 +158,9 @@ def evaluate(name, dtype="handle"):
 
 
 def test_unknown_operations_are_named():
-    assert "tl.sync_grid" in refusal(evaluate("tl.sync_grid"), [])
+    assert "tl.sync_grid" in refused(evaluate("tl.sync_grid"), [])
     register()
-    message = refusal(evaluate("mesh.all_reduce"), [])
+    message = refused(evaluate("mesh.all_reduce"), [])
     assert "mesh.all_reduce" in message
     assert "collective" in message
 
@@ -174,7 +173,7 @@ def test_vectors_in_several_dims():
         with T.Kernel(2, threads=128) as bx:
             Y[bx * 4 : bx * 4 + 4, 0:4] = X[bx * 4 : bx * 4 + 4, 0:4]
 
-    message = refusal(squares, [ones(8, 4), ones(8, 4)])
+    message = refused(squares, [ones(8, 4), ones(8, 4)])
     assert "'Y' has vectors in several dims" in message
     assert "T.copy" in message
 
@@ -185,4 +184,4 @@ def test_division_by_zero():
         with T.Kernel(1, threads=128) as bx:
             Y[0] = (bx + 3) // n
 
-    assert "divides an integer by zero" in refusal(func, [ones(4, dtype="int32"), 0])
+    assert "divides an integer by zero" in refused(func, [ones(4, dtype="int32"), 0])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 import tvm
 from tvm import relax
@@ -110,3 +111,30 @@ def assert_same(actual: Sequence[np.ndarray], expected: Any, case: Case) -> None
             np.testing.assert_array_equal(ours, theirs)
         else:
             np.testing.assert_allclose(ours, theirs, **case.tolerance)
+
+
+class CaseTests:
+    """A class of tests that has `cases`: the table computes what the formula does, and what TVM does where it can."""
+
+    cases: ClassVar[Mapping[str, Case]]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """A test for each case."""
+        by_tvm_too = metafunc.function.__name__ == "test_tvm"
+        metafunc.parametrize("name", [name for name, case in self.cases.items() if case.tvm or not by_tvm_too])
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def tvm_result(cls) -> Callable[[str], list[np.ndarray]]:
+        """The cases' results by TVM."""
+        return by_tvm(cls.cases)
+
+    def test_formula(self, name):
+        """The table's results are those of the formula."""
+        case = self.cases[name]
+        assert_same(by_table(case), case.expected(*case.operands()), case)
+
+    def test_tvm(self, name, tvm_result):
+        """The table's results are TVM's."""
+        case = self.cases[name]
+        assert_same(by_table(case), tvm_result(name), case)

@@ -9,7 +9,7 @@ from tvm import relax, tirx
 
 from mesh_tensor.targets.torch_ops import torch_function
 
-from .cases import Case, assert_same, by_table, by_tvm, i, t
+from .cases import Case, CaseTests, i, t
 
 op = relax.op
 
@@ -163,20 +163,8 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module")
-def tvm_result():
-    return by_tvm(CASES)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_formula(name):
-    case = CASES[name]
-    assert_same(by_table(case), case.expected(*case.operands()), case)
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tvm])
-def test_tvm(name, tvm_result):
-    assert_same(by_table(CASES[name]), tvm_result(name), CASES[name])
+class TestCases(CaseTests):
+    cases = CASES
 
 
 @pytest.mark.parametrize("exponent", [0.5, -0.5, 2.0, -2.0, -1.0, 3.0])

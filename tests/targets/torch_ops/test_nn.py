@@ -1,10 +1,9 @@
 """Softmax, normalisations, attention and losses against TVM and formulas in numpy."""
 
 import numpy as np
-import pytest
 from tvm import relax
 
-from .cases import Case, assert_same, by_table, by_tvm, i, t
+from .cases import Case, CaseTests, i, t
 
 op = relax.op
 
@@ -165,17 +164,5 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def tvm_result():
-    return by_tvm(CASES)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_formula(name):
-    case = CASES[name]
-    assert_same(by_table(case), case.expected(*case.operands()), case)
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tvm])
-def test_tvm(name, tvm_result):
-    assert_same(by_table(CASES[name]), tvm_result(name), CASES[name])
+class TestCases(CaseTests):
+    cases = CASES
