@@ -105,9 +105,10 @@ class AttentionParts:
             for value in node.inputs
             if value not in operands.values() or value is queries
         )
-        rows = 1 if _key(node, "sums") in known else 2
-        cost += (rows + (node.call.operator == VJP)) * self._row(queries, axes)
-        wrt = vjp_of(node.call).wrt if node.call.operator == VJP else (_QUERIES,)
+        wrt, rows = (_QUERIES,), 1  # sums are sent with what is weighed
+        if node.call.operator == VJP:
+            wrt, rows = vjp_of(node.call).wrt, 1 if _key(node, "sums") in known else 3
+        cost += rows * self._row(queries, axes)
         for number, value in zip(wrt, node.outputs, strict=True):
             whole = _without(layouts[value], axes)
             if number == _QUERIES:
