@@ -307,7 +307,8 @@ class Machine:
     def measure(cls, seconds: float = 60.0) -> Machine:
         """This machine as a virtual mesh of it is: what operators and changes of layout take here, in CPU time, so that
         it doesn't matter who else is working. It takes at most about `seconds`, but what it can't do without (some
-        20 s)."""
+        20 s). Classes of operators that there was no time for are named in a warning, and in `sources["classes"]`: what
+        was measured stays, and those are simulated at the rates of operations and memory alone."""
         fix = "say how long it may take: a number above 0"
         check_number("seconds", seconds, where="Machine.measure", fix=fix, above_zero=True)
         return cls._measure(seconds)
