@@ -47,7 +47,10 @@ def test_one_disturbed_change_of_layout_does_not_count():
 def machine():
     """Measured in a hurry: only what comes first. Torch's threads are then as they were."""
     threads = torch.get_num_threads()
-    made = measure.measure(0.0)
+    with pytest.warns(UserWarning, match=r"Machine.measure\(0\): not measured, out of time: .*nn.gelu") as warned:
+        made = measure.measure(0.0)
+    assert "simulated at the rates of operations and memory alone" in str(warned[0].message)
+    assert "measure for longer, or when less else is running" in str(warned[0].message)
     assert torch.get_num_threads() == threads
     return made
 

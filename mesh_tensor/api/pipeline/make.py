@@ -19,6 +19,8 @@ from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.sequential import attached_weights
+from mesh_tensor.runtime.sequential_runner import as_tensor
 
 from ..fragments import Options
 from ..module_ports import whole
@@ -71,7 +73,9 @@ def pipeline(
             found to be. Has to be said where a sum is divided by a number that may be that of a microbatch's rows.
         per_microbatch: values (of submodules, or bindings) that take the rows of a microbatch together, as a batch norm
             does in training, and are to do so: the result is not the whole batch's then.
-        weights: parameters that stay; those of an ImportedModule, where nothing is given.
+        weights: parameters that stay; those of an ImportedModule, or those that a frontend has attached to the function
+            (its attribute "params"), where nothing is given. What follows the first `num_input` parameters, where the
+            function has such an attribute, has to be among them if a batch is split.
         machine: what it is cut and planned for, or a preset's name ("h100x16"); None: this project's CPU ranks.
         function: the function to run.
         target, strict, replicate_unknown, check_indices, poison: as in `distribute_module`.
@@ -111,12 +115,16 @@ def pipeline(
         mod, given, constants = model.mod, model.params, model.constants
     on = machine_named(machine)
     flow = Flow(mod, function)
+    if not isinstance(model, ImportedModule):
+        given = {name: as_tensor(value) for name, value in attached_weights(flow.mod[flow.function]).items()}
     stages, kinds = without_memory(stages, memory or {})
-    planned = PlanOptions(replicate_unknown, machine=on)
+    planned = PlanOptions(replicate_unknown, check_indices=check_indices, machine=on)
     options = Options(target, strict, poison, recompute, plan=planned, carries=ranks and not kinds)
     made = Pipeline(
         flow, topology, given if weights is None else constants.left_out(weights, whole), train, options, ranks
     )
+    if microbatches > 1:
+        _check_inputs(made, flow)
     made._constants, made._form = constants, model.form if isinstance(model, ImportedModule) else None
     made._machine = on or CPU
     made._scale = LossScale.make(loss_scale)
@@ -127,3 +135,20 @@ def pipeline(
     made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), limit)
     made._checks_indices = check_indices
     return made
+
+
+def _check_inputs(made: Pipeline, flow: Flow) -> None:
+    """Refuse a function that says of more parameters that they are weights than are given: they would be split."""
+    func = flow.mod[flow.function]
+    attrs = func.attrs or {}
+    if "num_input" not in attrs or len(flow.params) != len(func.params):
+        return
+    count = int(attrs["num_input"])
+    names = list(flow.params)[count:]
+    if missing := [name for name in names if name in made.inputs]:
+        refuse(
+            f"the weights lack {listing(missing)}",
+            where=f"pipeline of {flow.function!r}",
+            why=f"what follows its first {count} parameters are weights, as its attribute num_input says",
+            fix="pass weights={name: tensor} with all of them, or remove the attribute",
+        )
