@@ -31,7 +31,7 @@ from kernels.neighbourhoods import escape_times, filter_2d, periodic_neighbours,
 from kernels.packed import packed_attention
 from kernels.paged import paged_attention, paged_latent_attention, staged_histogram
 from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul, promoted_matmul
-from kernels.recurrences import advantages
+from kernels.recurrences import advantages, delta_states, recurrent_network
 from kernels.reduce import reduce_columns, reduce_rows
 from kernels.rms_norm import padded_rms_norm, rms_norm, two_pass_rms_norm
 from kernels.rope import packed_rope, rope
@@ -338,6 +338,22 @@ def _combined() -> Iterator[PlanCase]:
         {"steps": 2048, "width": 4096},
         columns="R1 V1 ends1 A1",
         steps=("R0 V0 ends0 A0", margin, 0, 4096 * 4, 2 * 4096),
+    )
+    said = "every device takes over the state that the one before it ends with"
+    network = {"steps": 2048, "batch": 64, "hidden": 128}
+    yield _case(
+        "carried",
+        recurrent_network,
+        network,
+        batch="X1 H00 Y1 HN0",
+        steps=("X0 Y0", f"{said}; all have the last", 0, 0, 64 * 128),
+    )
+    yield _case(
+        "carried",
+        delta_states,
+        {"batch": 1, "length": 8192, "heads": 16, "key_dim": 64, "value_dim": 64, "chunk": 64, "block": 64},
+        heads="K2 W2 U2 G2 H01 H2 final1 V_new2",
+        sequence=("K1 W1 U1 G1 H1 V_new1", f"{said}; all have the last", 0, 0, 16 * 64 * 64),
     )
     rows = {"M": 2048, "N": 8192, "block_M": 16, "block_N": 64}
     said = "the states of parts of rows are combined as the kernel's author says: those of all are gathered"

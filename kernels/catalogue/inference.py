@@ -38,7 +38,14 @@ from kernels.quantized import (
     packed_matmul,
     packed_matmul_reference,
 )
-from kernels.recurrences import advantages, advantages_reference
+from kernels.recurrences import (
+    advantages,
+    advantages_reference,
+    delta_states,
+    delta_states_reference,
+    recurrent_network,
+    recurrent_network_reference,
+)
 from kernels.stacked import layer_product, layer_product_reference, put_layer, put_layer_reference
 
 from .case import EXACT, KernelCase, Sizes, integers, normal, tensors, uniform
@@ -169,6 +176,32 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
         ({"steps": 16, "width": 16}, {"steps": 13, "width": 11}, {"steps": 1, "width": 2}),
         tensors(normal("steps width"), normal("steps width"), integers("steps width", 0, 2)),
         ("A",),
+    ),
+    KernelCase(
+        "recurrent_network",
+        partial(recurrent_network, block=4),
+        recurrent_network_reference,
+        (
+            {"steps": 8, "batch": 8, "hidden": 8},
+            {"steps": 5, "batch": 7, "hidden": 3},
+            {"steps": 1, "batch": 2, "hidden": 4},
+        ),
+        tensors(normal("steps batch hidden"), normal("hidden hidden"), normal("batch hidden")),
+        ("Y", "HN"),
+    ),
+    KernelCase(
+        "delta_states",
+        partial(delta_states, chunk=4, block=4),
+        partial(delta_states_reference, chunk=4),
+        _SEQUENCES,
+        tensors(
+            uniform("batch length heads key_dim", -0.5, 0.5),
+            uniform("batch length heads key_dim", -0.5, 0.5),
+            normal("batch length heads value_dim"),
+            uniform("batch length heads", -1, 0),
+            normal("batch heads key_dim value_dim"),
+        ),
+        ("H", "final", "V_new"),
     ),
     KernelCase(
         "grouped_key_gradient",

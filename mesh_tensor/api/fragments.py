@@ -177,7 +177,7 @@ class Options:
             target=self.target,
             strict=self.strict,
             poison=self.poison,
-            options=replace(self.plan, check_indices=False, sub_axes=False),  # whole batches are checked before
+            options=replace(self.plan, check_indices=kind == "F" and self.plan.check_indices, sub_axes=False),
         )
         return Fragment(kind, module, tuple(taken), ports.gives)
 

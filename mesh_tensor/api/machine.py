@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -52,14 +53,23 @@ _LONGER = 8  # how much longer models are run
 
 def measure(seconds: float) -> Machine:
     """This machine, as `Machine.measure` says."""
-    end = time.monotonic() + seconds
+    start, spent = time.monotonic(), time.process_time()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.ones(_LARGEST)
     try:
-        return _measured(end)
+        machine = _measured(start + seconds)
     finally:
         torch.set_num_threads(threads)
+    if "classes" in machine.sources:
+        share = (time.process_time() - spent) / (time.monotonic() - start)
+        warnings.warn(
+            f"Machine.measure({seconds:g}): {machine.sources['classes']}; these are simulated at the rates of"
+            f" operations and memory alone. A core worked for this process {min(1.0, share):.0%} of the time: measure"
+            " for longer, or when less else is running",
+            stacklevel=3,
+        )
+    return machine
 
 
 def _measured(end: float) -> Machine:

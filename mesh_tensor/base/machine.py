@@ -312,7 +312,9 @@ class Machine:
     @classmethod
     def measure(cls, seconds: float = 60.0) -> Machine:
         """Measure this computer as the devices of a virtual mesh: times of operators and collectives, in CPU time, so
-        that other processes don't disturb it. It takes at most about `seconds`, and at least some 20 s."""
+        that other processes don't disturb it. It takes at most about `seconds`, and at least some 20 s. Classes of
+        operators that there was no time for are named in a warning, and in `sources["classes"]`; they are simulated at
+        the rates of arithmetic and memory alone."""
         fix = "say how long it may take: a number above 0"
         check_number("seconds", seconds, where="Machine.measure", fix=fix, above_zero=True)
         return cls._measure(seconds)

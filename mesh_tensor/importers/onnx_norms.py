@@ -90,8 +90,11 @@ def batch_norm(nodes: Nodes) -> bool:
 
 
 def lp_normalization(nodes: Nodes) -> bool:
-    """By the norm along a dim."""
+    """By the norm along a dim; zeros stay zeros."""
     kind = "ReduceL1" if nodes.options.get("p", 2) == 1 else "ReduceL2"
+    dtype = nodes.facts.dtype(nodes.onnx, nodes.operand(0))
     norm = nodes.reduced(kind, nodes.operand(0), [nodes.options.get("axis", -1)])
+    is_zero = nodes.emit("Equal", [norm, nodes.constant(0, dtype)])
+    norm = nodes.emit("Where", [is_zero, nodes.constant(1, dtype), norm])
     nodes.emit("Div", [nodes.operand(0), norm], nodes.node.output[0])
     return True

@@ -90,14 +90,16 @@ def _dropout(nodes: Nodes) -> bool:
 
 def _pool(nodes: Nodes) -> bool:
     """With paddings that are numbers: TVM's importer pads too little where strides leave elements over, or a window has
-    holes."""
+    holes. Odd powers are of absolute values, which it leaves out."""
     pad, window = nodes.options.get("auto_pad", b"NOTSET").decode(), nodes.options["kernel_shape"]
     steps, apart = (nodes.options.get(name) or [1] * len(window) for name in ("strides", "dilations"))
     if pad == "VALID" and nodes.options.get("ceil_mode", 0) and max(steps) > 1:
         nodes.refuse("VALID with ceil_mode, whose size ONNX's documents and tools disagree on", "export it with pads")
+    sizes = (nodes.facts.sizes(nodes.operand(0)) or [])[2:] or ["?"] * len(window)
+    if nodes.node.op_type == "LpPool" and nodes.options.get("p", 2) % 2:
+        nodes.node.input[0] = nodes.emit("Abs", [nodes.operand(0)])
     if not pad.startswith("SAME"):
         return False
-    sizes = (nodes.facts.sizes(nodes.operand(0)) or [])[2:] or ["?"] * len(window)
     ends: list[list[int]] = [[], []]
     for size, one, step, far in zip(sizes, window, steps, apart, strict=True):
         if isinstance(size, str) and step > 1:

@@ -49,6 +49,10 @@ class Workspace:
         """The same tensor for another on-chip buffer."""
         return replace(self, on_chip=on_chip)
 
+    def at(self, mins: Sequence[tirx.PrimExpr]) -> Workspace:
+        """The same tensor at another place."""
+        return replace(self, mins=tuple(mins))
+
     def of_dims(self, kept: Sequence[int], on_chip: tirx.Buffer) -> Workspace:
         """A tensor of some of the dims only."""
         one, zero = tirx.IntImm("int32", 1), tirx.IntImm("int32", 0)

@@ -61,9 +61,11 @@ def decide_part(
     *,
     in_place: bool = False,
     sizes: Sizes = MappingProxyType({}),
+    lying: Mapping[str, Sharding] = MappingProxyType({}),
 ) -> Part:
-    """A part of the kernel, with what every axis splits of it; `fixed` are axes of which that is known."""
-    asked = {param: layout for param, layout in ruled.asked.items() if param in analysis.kernel.params}
+    """A part of the kernel, with what every axis splits of it; `fixed` are axes of which that is known, `lying` how
+    workspaces lie."""
+    asked = {param: layout for param, layout in {**ruled.asked, **lying}.items() if param in analysis.kernel.params}
     over_tiles = ruled.kernel.reading.over_tiles
     decision = KernelDecision(
         analysis,

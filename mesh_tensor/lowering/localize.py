@@ -15,7 +15,7 @@ from tvm import tirx
 from mesh_tensor.annotations.combination import is_stated
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.statements import RESUMED, Access, Statement, split_update
+from mesh_tensor.rules.kernel.statements import ALL_TURNS, RESUMED, TURN, Access, Statement, split_update
 from mesh_tensor.tir import tile_ops
 from mesh_tensor.tir.double_loops import fuse, join
 from mesh_tensor.tir.effects import changes_nothing, op_name
@@ -109,7 +109,8 @@ class _Localizer:
             self.around.append(stmt.loop_var)
             body = self._visit(stmt.body)
             self.around.pop()
-            return without_mark(loop_like(stmt, extent, body, start=rewrite(stmt.min)), RESUMED)
+            made = loop_like(stmt, extent, body, start=rewrite(stmt.min))
+            return without_mark(without_mark(made, RESUMED), TURN)
         if isinstance(stmt, tirx.While):
             return tirx.While(self.extents.condition(stmt, self.around), self._visit(stmt.body))
         if isinstance(stmt, tirx.IfThenElse):
@@ -221,7 +222,7 @@ class _LoopExtents:
         """The extent of a loop inside the loops `around`."""
         known = self._shrink.extents.get(loop.loop_var)
         if known is not None:
-            return self._within(loop.loop_var, known)
+            return self._in_turn(loop, known, self._within(loop.loop_var, known))
         extent = self._values.rewrite(loop.extent)
         return self._unless_padding(extent, self._taints([loop.min, loop.extent]), around)
 
@@ -250,6 +251,15 @@ class _LoopExtents:
             if any(loop.var.same_as(var) for loop in loops) and not split.even:
                 step = split.factor.roles[var]
                 extent = tirx.min(tirx.floordiv(split.valid + (step - 1), step), extent)
+        return extent
+
+    def _in_turn(self, loop: tirx.For, longest: tirx.PrimExpr, extent: tirx.PrimExpr) -> tirx.PrimExpr:
+        """A loop that devices run one after the other is that of one of them."""
+        turn = int(loop.annotations.get(TURN, ALL_TURNS))
+        for split in self._splits if turn != ALL_TURNS else ():
+            if loop.loop_var in split.factor.roles:
+                apart = tirx.max(split.place - turn, turn - split.place)
+                extent = tirx.min(extent, longest * tirx.max(1 - apart, 0))
         return extent
 
     def _taints(self, exprs: Sequence[tirx.PrimExpr]) -> set[tirx.Var]:

@@ -22,6 +22,7 @@ from .decide import decide_part
 from .original_dims import with_original_dims
 from .scan import resume
 from .stages import HandedOn, Part, Parts, Ruled, Shape, Unsplittable
+from .turns import take_turns
 
 _MOST_PARTS = 16
 
@@ -95,7 +96,10 @@ def _resumed(
     if ruled.kernel.reading.over_tiles:
         raise Blocked("states of a kernel over tiles are not handed on")
     axes = part.assignment.axes_of(factor)
-    made = resume(part.analysis, scan, math.prod(ruled.kernel.mesh.size(axis) for axis in axes), suffix)
+    devices = math.prod(ruled.kernel.mesh.size(axis) for axis in axes)
+    if scan.in_turns:
+        return _in_turns(ruled, part, scan, devices, axes, names, whole, suffix)
+    made = resume(part.analysis, scan, devices, suffix)
     names.add([*made.totals, *made.starts, *made.ends])
     loops = (scan.loop,)
     first = _with_loops(ruled, made.first, part, names, whole, loops, _handed_on(made.totals, loops, axes))
@@ -103,6 +107,36 @@ def _resumed(
     rest_loops = loops if made.starts else ()
     rest = _with_loops(ruled, made.rest, part, names, whole, rest_loops, _handed_on(made.starts, loops, axes))
     return [first, second, rest]
+
+
+def _in_turns(
+    ruled: Ruled,
+    part: Part,
+    scan: Scan,
+    devices: int,
+    axes: tuple[str, ...],
+    names: _Names,
+    whole: Mapping[Dim, str],
+    suffix: str,
+) -> list[Part]:
+    """The parts of a kernel with a loop that devices run one after the other.
+
+    Raises Blocked where its state can't be told from the rest."""
+    made, loops, parts = take_turns(part.analysis, scan, devices, suffix), (scan.loop,), list[Part]()
+    names.add([*made.workspaces])
+    for turn in made.kernels:
+        if turn.taken or turn.left and not turn.moves:
+            own = _handed_on((*turn.taken, *turn.left), loops, axes)
+            parts.append(_with_loops(ruled, turn.func, part, names, whole, loops, own))
+            continue
+        analysis = analyse(turn.func)
+        factor = analysis.factor_of(str(turn.left[0].buffer.name), 0) if turn.left else None
+        known = dict.fromkeys(axes, None if factor is None or factor.blocked is not None else factor)
+        lying = {name: layout for before in parts for name, layout in before.assignment.produced.items()}
+        parts.append(_decided(ruled, turn.func, part, names, whole, known, analysis, lying=lying))
+    starts = _handed_on(made.starts, loops, axes)
+    rest = _with_loops(ruled, made.rest, part, names, whole, loops if made.starts else (), starts)
+    return [*parts, rest]
 
 
 def _handed_on(workspaces: Iterable[Workspace], loops: tuple[Loop, ...], axes: tuple[str, ...]) -> dict[str, HandedOn]:
@@ -197,16 +231,17 @@ def _decided(
     known: Mapping[str, Factor | None] = MappingProxyType({}),
     analysis: Analysis | None = None,
     handed_on: Mapping[str, HandedOn] = MappingProxyType({}),
+    lying: Mapping[str, Sharding] = MappingProxyType({}),
 ) -> Part:
     """A part keeps the axes of the factors that it has; axes whose factor is gone are free again. `known`: what else
-    axes split; `handed_on`: what else is handed on.
+    axes split; `handed_on`: what else is handed on; `lying`: how workspaces lie.
 
     Raises Blocked where what is handed on can't be."""
     if analysis is None:
         analysis = analyse(func)
         if ruled.kernel.reading.over_tiles:
             analysis = analysis.over_tiles()
-    made = decide_part(ruled, analysis, whole, _fixed(whole_part, analysis, names, known))
+    made = decide_part(ruled, analysis, whole, _fixed(whole_part, analysis, names, known), lying=lying)
     return _spread(ruled, replace(made, handed_on={**whole_part.handed_on, **handed_on}))
 
 

@@ -21,14 +21,14 @@ from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.scans import Carried, Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
-from mesh_tensor.rules.kernel.statements import OWN_ATTR, RESUMED, Statement, body_statements
+from mesh_tensor.rules.kernel.statements import OWN_ATTR, Statement, body_statements
 from mesh_tensor.rules.kernel.states import Best, Stated
-from mesh_tensor.tir.effects import changes_nothing
 from mesh_tensor.tir.loops import BACKWARD, is_backward
-from mesh_tensor.tir.rewrite import buffer_like, constant, exchange_buffers, fill, loop_like, over_elements, sequence
+from mesh_tensor.tir.rewrite import buffer_like, constant, exchange_buffers, fill, over_elements, sequence
 
-from .cut import Workspace, is_live, make_workspace, part_of, with_leading_dim
+from .cut import Workspace, is_live, make_workspace, part_of
 from .scan_scales import Scale, scale_of
+from .state_loop import Places, StateLoop, resumed
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,20 +51,15 @@ def resume(analysis: Analysis, scan: Scan, devices: int, suffix: str) -> Resumpt
     return _Resumer(analysis, scan, devices, suffix).made()
 
 
-class _Resumer:
+class _Resumer(StateLoop):
     def __init__(self, analysis: Analysis, scan: Scan, devices: int, suffix: str):
-        self.analysis, self.scan, self.devices, self.suffix = analysis, scan, devices, suffix
-        self.kernel, self.ranges = analysis.kernel, analysis.coordinates.ranges
-        self.stmts = body_statements(self.kernel.root.body)
-        self.by_node = {s.node: s for s in self.kernel.statements}
-        self.device = tirx.Var("device", "int32")
-        self.zero = tirx.IntImm("int32", 0)
-        self.again = [part for part in scan.carried if self._is_used_inside()]
+        super().__init__(analysis, scan, devices, suffix)
+        self.again = [part for part in scan.carried if self.is_used_inside()]
         self.scales = {part: scale_of(self.analysis, part) for part in scan.carried if part.scaled}
         self.multiplied: set[Statement] = set()  # statements whose scales are multiplied up
 
     def made(self) -> Resumption:
-        self._check_binds()
+        self.check_binds()
         if len({part.held.buffer for part in self.scan.carried}) < len(self.scan.carried):
             raise Blocked("one buffer is carried as two states")
         named = {part: self._workspaces(part, "total") for part in self.scan.carried}
@@ -78,44 +73,23 @@ class _Resumer:
         totals = tuple(w.all for w in (*named.values(), *scales.values()))
         return Resumption(first, second, rest, totals, tuple(w.all for w in starts.values()), tuple(ends.values()))
 
-    def _check_binds(self) -> None:
-        """Raises Blocked for scalars that whole programs bind before the loop."""
-        before = [s for s in self.kernel.statements if isinstance(s.node, tirx.Bind) and s.top < self.scan.top]
-        for statement in before:
-            if all(loop.kind == "grid" for loop in statement.loops):
-                name = statement.node.var.name
-                raise Blocked(f"{name} is loaded before the point where the kernel would be cut")
-
-    def _is_used_inside(self) -> bool:
-        """Whether the loop does anything but carry its state."""
-        binds = {s for s in self.scan.body if isinstance(s.node, tirx.Bind)}
-        return any(
-            not changes_nothing(s.node) if s.write is None else self.ranges.of(s.write).is_param
-            for s in self.scan.body
-            if s not in binds
-        )
-
-    # -- workspaces ----------------------------------------------------------------------------------------------------
-
-    def _workspaces(self, part: Carried, name: str, scale: Scale | None = None) -> _Pair:
-        made = make_workspace(part.held, self.analysis, f"{name}_{self.suffix}")
-        if scale is not None:
-            made = scale.of_workspace(made)
-        return _Pair(with_leading_dim(made, 1, self.zero), with_leading_dim(made, self.devices, self.device))
+    def _workspaces(self, part: Carried, name: str, scale: Scale | None = None) -> Places:
+        made = self.workspace(part.held, name)
+        return self.places(made if scale is None else scale.of_workspace(made))
 
     # -- the three kernels ---------------------------------------------------------------------------------------------
 
     def _first(self, left: Sequence[Workspace]) -> tirx.PrimFunc:
         """The state's part of the loop, from its neutral element."""
-        kept = self._needed({part.held for part in self.scan.carried}, self.scan.top + 1)
-        loop = self._sliced(self.stmts[self.scan.top], kept)
+        kept = self.needed({part.held for part in self.scan.carried}, self.scan.top + 1)
+        loop = self.sliced(self.stmts[self.scan.top], kept)
         if any(scaled not in self.multiplied for part in self.scales for scaled in part.scaled):
             raise Blocked("a state is scaled where a condition says so for each of its elements")
-        before = [self._sliced(stmt, kept) for stmt in self.stmts[: self.scan.top]]
+        before = [self.sliced(stmt, kept) for stmt in self.stmts[: self.scan.top]]
         fresh = [p for p in self.scan.carried if p.starts_neutral]
         fills = [fill(p.held.buffer, constant(neutral(p.op, p.held.buffer.dtype), p.held.buffer.dtype)) for p in fresh]
         fills += [fill(scale.buffer, constant(1.0, scale.buffer.dtype)) for scale in self.scales.values()]
-        stmts = [*(s for s in before if s is not None), *fills, *([] if loop is None else [_marked(loop)])]
+        stmts = [*(s for s in before if s is not None), *fills, *([] if loop is None else [resumed(loop)])]
         made = part_of(
             self.analysis, [*stmts, *(w.save() for w in left)], list(left), [s.buffer for s in self.scales.values()]
         )
@@ -124,14 +98,14 @@ class _Resumer:
 
     def _second(
         self,
-        named: Mapping[Carried, _Pair],
-        scales: Mapping[Carried, _Pair],
-        starts: Mapping[Carried, _Pair],
+        named: Mapping[Carried, Places],
+        scales: Mapping[Carried, Places],
+        starts: Mapping[Carried, Places],
         ends: Mapping[Carried, Workspace],
     ) -> tirx.PrimFunc:
         """From where the kernel starts, device by device."""
-        kept = self._needed({part.held for part in self.scan.carried}, self.scan.top)
-        stmts = [s for stmt in self.stmts[: self.scan.top] if (s := self._sliced(stmt, kept)) is not None]
+        kept = self.needed({part.held for part in self.scan.carried}, self.scan.top)
+        stmts = [s for stmt in self.stmts[: self.scan.top] if (s := self.sliced(stmt, kept)) is not None]
         body, beside, chips = list[tirx.Stmt](), list[tirx.Buffer](), dict[LiveRange, tirx.Buffer]()
         for part, workspace in named.items():
             chip = buffer_like(part.held.buffer, "total")
@@ -156,7 +130,7 @@ class _Resumer:
 
     def _rest(self, starts: Mapping[Carried, Workspace], ends: Mapping[Carried, Workspace]) -> tirx.PrimFunc:
         top = self.scan.top
-        loop = [_marked(self.stmts[top])] if self.again else []
+        loop = [resumed(self.stmts[top])] if self.again else []
         stmts = [*self.stmts[:top], *(w.restore() for w in starts.values()), *loop]
         stmts += [*(w.restore() for w in ends.values()), *self.stmts[top + 1 :]]
         return part_of(self.analysis, stmts, [*starts.values(), *ends.values()])
@@ -199,52 +173,7 @@ class _Resumer:
 
         return over_elements(held, replace)
 
-    # -- the state's part of the kernel --------------------------------------------------------------------------------
-
-    def _needed(self, wanted: set[LiveRange], end: int) -> set[Statement]:
-        """The statements before a top-level one that what is wanted depends on."""
-        known, kept = set(wanted), set[Statement]()
-        todo = list(wanted)
-        while todo:
-            live_range = todo.pop()
-            for statement in [s for s, _ in live_range.writes if s.top < end and s not in kept]:
-                kept.add(statement)
-                for access in statement.reads:
-                    source = self.ranges.of(access)
-                    if source.is_param and source.writes:
-                        raise Blocked(f"{access.buffer.name} is read and written where a state is carried")
-                    if not source.is_param and source not in known:
-                        known.add(source)
-                        todo.append(source)
-        binds = {s for s in self.kernel.statements if isinstance(s.node, tirx.Bind) and s.top < end}
-        return kept | binds
-
-    def _sliced(self, stmt: tirx.Stmt, kept: set[Statement], scales: bool = False) -> tirx.Stmt | None:
-        """A statement with what is kept of it; None if nothing is. `scales`: it is one of the loop's own."""
-        if stmt in self.by_node:
-            return stmt if self.by_node[stmt] in kept else None
-        if isinstance(stmt, tirx.SeqStmt):
-            return self._sequence(stmt, kept, scales)
-        if isinstance(stmt, tirx.For):
-            body = self._sequence(stmt.body, kept, stmt.loop_var.same_as(self.scan.loop.var))
-            return None if body is None else loop_like(stmt, stmt.extent, body)
-        if isinstance(stmt, tirx.IfThenElse):
-            then = self._sequence(stmt.then_case, kept, scales)
-            other = None if stmt.else_case is None else self._sequence(stmt.else_case, kept, scales)
-            is_empty = then is None and other is None
-            return None if is_empty else tirx.IfThenElse(stmt.condition, then or tirx.Evaluate(0), other)
-        raise Blocked("a state is carried by a loop that is more than loops, conditions and statements")
-
-    def _sequence(self, stmt: tirx.Stmt, kept: set[Statement], scales: bool) -> tirx.Stmt | None:
-        """Statements in order; before those that scale a state, what it is scaled with is multiplied up."""
-        made: list[tirx.Stmt] = []
-        for inner in body_statements(stmt):
-            made += self._scaling(inner) if scales else []
-            sliced = self._sliced(inner, kept, scales)
-            made += [] if sliced is None else [sliced]
-        return sequence(made) if made else None
-
-    def _scaling(self, stmt: tirx.Stmt) -> list[tirx.Stmt]:
+    def added_before(self, stmt: tirx.Stmt) -> list[tirx.Stmt]:
         """What multiplies up the scales of a nest of loops that scales states."""
         node = stmt
         while isinstance(node, tirx.For):
@@ -257,19 +186,3 @@ class _Resumer:
 
 #: How what a device makes of nothing goes into what it takes over.
 _FOLDS = {"sum": tirx.Add, "max": tirx.Max, "min": tirx.Min}
-
-
-@dataclass(frozen=True, eq=False)
-class _Pair:
-    """A workspace as one device has it, and of all devices."""
-
-    one: Workspace
-    all: Workspace
-
-
-def _marked(loop: tirx.Stmt) -> tirx.For:
-    """The loop, which is resumed."""
-    if not isinstance(loop, tirx.For):
-        raise Blocked("a state is carried by more than a loop")
-    marks = {**dict(loop.annotations), RESUMED: True}
-    return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, marks)

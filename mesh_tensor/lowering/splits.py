@@ -98,6 +98,14 @@ class Split:
             condition = here if condition is None else tirx.And(condition, here)
         return condition
 
+    @property
+    def place(self) -> tirx.PrimExpr:
+        """Which of the devices along the split's axes this one is, the first being 0."""
+        place: tirx.PrimExpr = tirx.IntImm("int32", 0)
+        for axis, _ in self._parts():
+            place = place * self.coordinates.mesh.size(axis) + self.coordinates[axis]
+        return place
+
     def _parts(self) -> Iterator[tuple[str, Any]]:
         """The axes of more than one device, each with how much of the dim is each device's."""
         size: Any = self.size

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.sharding import Partial, Placement, Shard, Sharding
-from mesh_tensor.base.window import EVERYWHERE, Reaches
+from mesh_tensor.base.window import EVERYWHERE, Reach, Reaches
 from mesh_tensor.rules.operator.rule import InnerReduction
 
 from .atoms import AtomFactors, Atoms, NodeRule, may_split
@@ -125,7 +125,9 @@ class Decider:
         for tensor, produced in zip(results, decision.produced, strict=True):
             ways.append((tensor, (produced,), tensor.layout if tensor.there else _completed(produced)))
         change = self._prices.change
-        cost = self._prices.work(node, flops // math.prod(self._mesh.size(axis) for axis in decision.split))
+        waiting = {inner.factor for inner in rule.inner if inner.op == "turns"}
+        apart = [self._mesh.size(axis) for axis, factor in decision.split.items() if factor not in waiting]
+        cost = self._prices.work(node, flops // math.prod(apart))
         cost += sum(min(change(t.shape, t.dtype, src, dst) for src in there) // t.takers for t, there, dst in ways)
         cost += sum(self._inner_cost(inner, decision) for inner in rule.inner)
         leaving = sum(_leaving(there[0], dst) for _, there, dst in ways) if self._in_place else 0
@@ -166,17 +168,27 @@ class Decider:
         over = [axis for axis, factor in decision.split.items() if factor == inner.factor]
         if not over:
             return 0
-        if inner.op == "scan":
-            devices = math.prod(self._mesh.size(axis) for axis in over)
-            kept = _places((None, *inner.dims), decision.split, {})
-            places = ({**kept, **dict.fromkeys(over, Shard(0))}, kept)
-            each, all_of = (Sharding.of(self._mesh, len(inner.dims) + 1, place) for place in places)
-            return self._prices.change((devices, *inner.shape), inner.dtype, each, all_of)
+        if inner.op in ("scan", "turns"):
+            return self._handed_on_cost(inner, decision, over)
         partial: dict[str, Placement] = {axis: Partial(inner.op) for axis in over}
         src = _places(inner.dims, decision.split, {}) | partial
         dst = _places(inner.dims, decision.after if inner.ends else decision.split, {})
         layouts = [Sharding.of(self._mesh, len(inner.dims), places) for places in (src, dst)]
         return self._prices.change(inner.shape, inner.dtype, *layouts)
+
+    def _handed_on_cost(self, inner: InnerReduction, decision: Decision, over: Collection[str]) -> int:
+        """What it takes devices to have what all others make of a value, or, in turns, the one before them."""
+        sizes = [self._mesh.size(axis) for axis in over]
+        devices = math.prod(sizes)
+        kept = _places((None, *inner.dims), decision.split, {})
+        places = ({**kept, **dict.fromkeys(over, Shard(0))}, kept)
+        each, all_of = (Sharding.of(self._mesh, len(inner.dims) + 1, place) for place in places)
+        shape = devices, *inner.shape
+        if inner.op == "scan":
+            return self._prices.change(shape, inner.dtype, each, all_of)
+        window = Reaches(inner.factor, devices, 1, 1, (Reach(-1, 0),)).window(devices, sizes)
+        there = all_of if window is None else each.with_windows([(0, window)])
+        return (devices - 1) * self._prices.change(shape, inner.dtype, each, there)
 
 
 def _places(factors: AtomFactors, split: AxisFactors, order: Order) -> dict[str, Placement]:

@@ -87,8 +87,8 @@ def regroup_sums(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
     if len(waiting.axes) < 2:
         return None
     made: dict[Node, list[Node]] = {}
-    gone: set[Node] = set()
     links = graph.inner_links()
+    index = {value: number for number, node in enumerate(graph.nodes) for value in node.outputs}
     for chain in _chains(graph):
         parts = [value for value in chain.terms if waiting.axes.get(value)]
         over = {waiting.axes[value] for value in parts}
@@ -96,12 +96,23 @@ def regroup_sums(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
         whole = all(value.type == chain.last.outputs[0].type for value in parts)
         alone, shared = ([value for value in parts if (value in links) is its_own] for its_own in (True, False))
         if len(parts) > 1 and (others or (shared and len(alone) > 1)) and len(over) == 1 and whole:
-            made[chain.last] = _summed([*alone, *shared, *others], chain.last)
-            gone.update(chain.nodes)
+            made |= _placed(_summed([*alone, *shared, *others], chain.last), chain, index)
     if not made:
         return None
-    nodes = [n for node in graph.nodes for n in made.get(node, [] if node in gone else [node])]
-    return replace(graph, nodes=nodes)
+    return replace(graph, nodes=[n for node in graph.nodes for n in made.get(node, [node])])
+
+
+def _placed(sums: list[Node], chain: _Chain, index: Mapping[Value, int]) -> dict[Node, list[Node]]:
+    """The additions in place of the chain's, each as early as its operands are there: what waits for a collective
+    comes after what does not."""
+    places = sorted((index[node.outputs[0]], node) for node in chain.nodes)
+    made: dict[Node, list[Node]] = {node: [] for node in chain.nodes}
+    known = dict(index)
+    for node in sums:
+        ready = max(known.get(value, -1) for value in node.inputs)  # parameters are there from the start
+        known[node.outputs[0]], place = next(one for one in places if one[0] >= ready)
+        made[place].append(node)
+    return made
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -26,32 +26,64 @@ _SAME_ELEMENTS = ("astype", "reshape", "flatten", "expand_dims", "squeeze", "per
 
 @dataclass(frozen=True)
 class IndexCheck:
-    """Elements of `parameter` are looked up in a dim of `size`: from `lowest` to size - 1."""
+    """Elements of `parameter`, but for those that are `ignored`, are looked up in a dim of `size`: from `lowest` to
+    size - 1."""
 
     parameter: str
     size: int
     lowest: int
     where: str
+    ignored: int | None = None
 
 
 def index_checks(graph: Graph) -> tuple[IndexCheck, ...]:
     """The parameters that operators look up as they are, or with their elements in other places."""
-    origin: dict[Value, tuple[str, bool]] = {
-        param: (param.name, True) for param in graph.params if param.type.dtype in ("int32", "int64")
-    }
-    checks, below_zero = [], dict[Value, Value]()
+    origin = {param: _Origin(param.name) for param in graph.params if param.type.dtype in _INTS}
+    checks, below_zero, chosen = [], dict[Value, Value](), dict[Value, tuple[str, Value, int | float]]()
     for node in graph.nodes:
         if node.call.name == "less" and number_of(node.inputs[1]) == 0:
             below_zero[node.outputs[0]] = node.inputs[0]
+        elif node.call.name in _COMPARED and (number := number_of(node.inputs[1])) is not None:
+            chosen[node.outputs[0]] = node.call.name, node.inputs[0], number
         elif node.inputs and node.inputs[0] in origin and _keeps_elements(node):
             origin[node.outputs[0]] = origin[node.inputs[0]]
         elif _without_sign(node, below_zero) and node.inputs[2] in origin:
-            origin[node.outputs[0]] = origin[node.inputs[2]][0], False
+            origin[node.outputs[0]] = replace(origin[node.inputs[2]], signed=False)
+        elif (left := _with_zeros(node, chosen)) is not None and _is_given(origin.get(left[0])):
+            origin[node.outputs[0]] = replace(origin[left[0]], ignored=left[1])
         for index, size, from_end in _look_ups(node):
             if index in origin:
-                parameter, signed = origin[index]
-                checks.append(IndexCheck(parameter, size, -size if from_end and signed else 0, node.where))
+                its = origin[index]
+                lowest = -size if from_end and its.signed else 0
+                checks.append(IndexCheck(its.parameter, size, lowest, node.where, its.ignored))
     return tuple(dict.fromkeys(checks))
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """A value has the elements of a parameter: `signed`, if negative ones count from a dim's end; 0 in place of those
+    that are `ignored`."""
+
+    parameter: str
+    signed: bool = True
+    ignored: int | None = None
+
+
+_COMPARED = ("equal", "not_equal")
+
+
+def _is_given(origin: _Origin | None) -> bool:
+    """Whether a value has all elements of a parameter as they are."""
+    return origin is not None and origin.signed and origin.ignored is None
+
+
+def _with_zeros(node: Node, chosen: Mapping[Value, tuple[str, Value, int | float]]) -> tuple[Value, int] | None:
+    """A value of which a node has 0 in place of elements that are one number, and that number."""
+    if node.call.name != "where" or node.inputs[0] not in chosen:
+        return None
+    compared, value, number = chosen[node.inputs[0]]
+    kept, instead = node.inputs[1:] if compared == "not_equal" else node.inputs[:0:-1]
+    return (value, int(number)) if kept is value and number_of(instead) == 0 else None
 
 
 def _keeps_elements(node: Node) -> bool:

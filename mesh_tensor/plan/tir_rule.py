@@ -185,8 +185,10 @@ def _partial_ops(param: str, factors: Collection[Factor], analysis: Analysis) ->
 def _inner(factor: Factor, analysis: Analysis, sizes: Sizes) -> Iterator[InnerReduction]:
     """What is completed inside the kernel after the factor was split."""
     reduction = analysis.reductions[factor]
-    for part in (part for scan in reduction.scans for part in scan.carried):
-        yield _inner_value(factor, "scan", part.held, analysis, sizes, ends=False)
+    for scan in reduction.scans:
+        op = "turns" if scan.in_turns else "scan"
+        for part in scan.carried:
+            yield _inner_value(factor, op, part.held, analysis, sizes, ends=False)
     if reduction.cut is None:
         return
     rest = [statement for statement in analysis.kernel.statements if statement.top >= reduction.cut]

@@ -69,7 +69,7 @@ class Family:
             tuple([_as_port(port, small.ports[number]) for port, number in ports]),
             self.whole.params,
             self.whole.state,
-            tuple([replace(check, size=its.size, lowest=its.lowest) for check, its in checks]),
+            tuple([replace(its, parameter=check.parameter, where=check.where) for check, its in checks]),
             self.whole.base,
             known,
         )
@@ -229,12 +229,12 @@ class _Matcher:
         self._need(all(same_data(data, its[self._values[name]]) for name, data in mine.items()))
 
     def _checks(self) -> tuple[int, ...]:
-        numbers = {(c.parameter, c.where, c.size, c.lowest): n for n, c in enumerate(self._small.index_checks)}
+        numbers = {check: n for n, check in enumerate(self._small.index_checks)}
         found = []
         for check in self._whole.index_checks:
             prefix, _, name = check.where.rpartition(".")
             place = f"{prefix}.{self._name(name)}"
-            found.append(self._found(numbers, (self._name(check.parameter), place, check.size, check.lowest)))
+            found.append(self._found(numbers, replace(check, parameter=self._name(check.parameter), where=place)))
         return tuple(found)
 
     def _found(self, numbers: Mapping[Any, T], key: Any) -> T:

@@ -132,7 +132,7 @@ def checked_kind(kind: Any, what: str) -> str:
 def put_away(value: Any, device: torch.device, kind: str, moved: Moved) -> Any:
     """A value that lies on a device, as it is kept in memory of this kind: itself, where that is the same. `moved`
     gives a value with other memory."""
-    return value if kind == DEVICE or device.type == "cpu" else PutAway(moved(value, _to_host), device)
+    return value if kind == DEVICE or _is_host(device) else PutAway(moved(value, _to_host), device)
 
 
 def fetched(value: Any, moved: Moved) -> Any:
@@ -153,6 +153,11 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     after it in the same stream."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _is_host(device: torch.device) -> bool:
+    """Whether memory of a device is the host's; tests say no, for other memory that is made of the host's."""
+    return device.type == "cpu"
 
 
 # Per value of a program: its valid parts on the devices of this process. Per storage: all tiles of this process.

@@ -210,6 +210,8 @@ def refuse_outside(checks: Iterable[IndexCheck], tensors: Mapping[str, Any], fun
     for check in checks:
         tensor = tensors.get(check.parameter)
         if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.numel():
+            if check.ignored is not None:  # 0 is looked up in its place
+                tensor = tensor.masked_fill(tensor == check.ignored, 0)
             low, high = (int(bound) for bound in torch.aminmax(tensor))
             if low < check.lowest or high >= check.size:
                 problems.append(

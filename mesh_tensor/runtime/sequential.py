@@ -124,12 +124,12 @@ def _apart(result: RelaxValue, known: Collection[int]) -> RelaxValue:
 def _arguments(func: relax.Function, signature: ModuleSignature, inputs: Any) -> dict[str, torch.Tensor]:
     """The function's arguments by parameter, in order."""
     args, named = ((), inputs) if isinstance(inputs, Mapping) else (tuple(flat_arguments(inputs)), {})
-    weights = {} if len(args or named) == len(signature.params) else _weights(func)
+    weights = {} if len(args or named) == len(signature.params) else attached_weights(func)
     kept = {name: value for name, value in weights.items() if name not in named}
     return {name: as_tensor(value) for name, value in signature.bind(kept, args, named).items()}
 
 
-def _weights(func: relax.Function) -> dict[str, Any]:
+def attached_weights(func: relax.Function) -> dict[str, Any]:
     """The last parameters' values, where a frontend has attached them."""
     values = func.attrs["params"] if func.attrs is not None and "params" in func.attrs else ()
     return {

@@ -1,6 +1,7 @@
 """Measuring this machine: numbers that can be, and that say which of two programs is slower."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -45,9 +46,13 @@ def test_one_disturbed_change_of_layout_does_not_count():
 
 @pytest.fixture(scope="module")
 def machine():
-    """Measured in a hurry: only what comes first. Torch's threads are then as they were."""
+    """Measured in a hurry: only what comes first, and once. Torch's threads are then as they were."""
     threads = torch.get_num_threads()
-    made = measure.measure(0.0)
+    out_of_time = pytest.warns(UserWarning, match=r"Machine.measure\(0\): not measured, out of time: .*nn.gelu")
+    with mock.patch.object(measure, "_ROUNDS", 1), out_of_time as warned:
+        made = measure.measure(0.0)
+    assert "simulated at the rates of operations and memory alone" in str(warned[0].message)
+    assert "measure for longer, or when less else is running" in str(warned[0].message)
     assert torch.get_num_threads() == threads
     return made
 

@@ -28,6 +28,7 @@ ENDS = np.where(X > 0.5, np.float32(np.inf), np.where(X < -0.5, np.float32(-np.i
         ("IsInf", ENDS, {}, {"detect_positive": 0}),
         ("IsInf", ENDS, {}, {"detect_positive": 0, "detect_negative": 0}),
         ("LpNormalization", X, {}, {"axis": 2, "opset": 22}),
+        *(("LpPool", X, {}, {"kernel_shape": [3], "pads": [1, 0], "p": p, "opset": 18}) for p in (1, 3)),
         ("CumSum", X, {"axis": np.array(1)}, {"exclusive": 1}),
         ("CumSum", X, {"axis": np.array(-1)}, {"exclusive": 1, "reverse": 1}),
         ("Split", X, {}, {"num_outputs": 3, "axis": 2, "outputs": 3, "opset": 18}),
@@ -65,6 +66,14 @@ def test_grids(tmp_path, mode):
     mode = {"linear": "bilinear"}.get(mode, mode)
     meant = torch.nn.functional.grid_sample(*given, mode=mode, padding_mode="border", align_corners=False)
     torch.testing.assert_close(run(*given), meant)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_zeros_over_their_norm_are_zeros(tmp_path, p):
+    save(tmp_path / "model.onnx", "LpNormalization", {"x": X}, {}, axis=1, p=p, opset=22)
+    module, x = mt.from_onnx(tmp_path / "model.onnx", check=False), torch.from_numpy(X * (X[:, :1] > 0))
+    result = mt.distribute_module(module, {"a": 2}, {"x": {"a": 1}})(x)
+    torch.testing.assert_close(result, torch.nn.functional.normalize(x, p, dim=1))
 
 
 @pytest.mark.parametrize(("pad", "begin"), [("SAME_LOWER", 1), ("SAME_UPPER", 0)])

@@ -124,7 +124,7 @@ def clipped(a):
 def test_carried_numbers(update, reference, dim, devices):
     func = running(update)
     if dim == 1:
-        assert bool(lowered(func, {"x": devices}, {"A": {"x": 1}}).whole) is (reference is clipped)
+        assert not lowered(func, {"x": devices}, {"A": {"x": 1}}).whole
     assert_right(func, {"x": devices}, {"A": {"x": dim}}, [torch.randn(8, 24)], reference)
 
 

@@ -1,5 +1,5 @@
-"""Clause 8: what a loop carries in order and uses on the way is handed on from device to device, where one iteration
-makes a linear function, or a maximum, of it; what only looks like that keeps its dim whole."""
+"""Clause 8: what a loop carries in order and uses on the way is handed on from device to device; where one iteration
+makes a linear function, or a maximum, of it, all devices at once, else one after the other."""
 
 import pytest
 import tilelang.language as T
@@ -161,12 +161,13 @@ def test_a_state_that_starts_anew_knows_nothing_of_what_was_there(left):
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_only_looks_like_it_stays_whole(wrong):
-    x = torch.randn(8, 8).abs()
-    func = running_wrong(8, 8, wrong)
-    kernel = compiled(func, {"x": 2}, rows("x"), poison=False)
+def test_for_what_only_looks_like_it_devices_take_turns(wrong):
+    x = torch.randn(31, 8).abs()
+    func = running_wrong(31, 8, wrong)
+    assert mt.sharding_rule(func).factors["m"] == "turns"
+    kernel = compiled(func, {"x": 2}, rows("x"))
     alone = mt.compile(mt.annotate(func, mt.Mesh({"x": 1}), {}), target="interpret")
-    assert "X.1" in kernel.explain(), "X is gathered"
+    assert ("X.1" in kernel.explain()) is (wrong == "of another state"), "which depends on nothing but how often"
     for result, expected in zip(kernel(x), alone(x), strict=True):
         torch.testing.assert_close(result, expected)
 

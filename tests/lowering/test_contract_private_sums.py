@@ -290,11 +290,11 @@ def kept_at_times(last):
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_what_is_kept_under_another_condition_stays_whole(last):
+def test_what_is_kept_under_another_condition_is_handed_on(last):
     highs = X.cummax(1).values
     found = (X if last else X - highs + 0.25) > 0
     at = torch.where(found, torch.arange(COLUMNS), -1).max(1).values
-    assert gathers(kept_at_times(last), [X], [at.int()], {"X": {"x": 1}})
+    assert not gathers(kept_at_times(last), [X], [at.int()], {"X": {"x": 1}})
 
 
 @T.prim_func

@@ -123,6 +123,31 @@ def test_results_that_are_read_again():
     torch.testing.assert_close(both, first + second, rtol=1e-5, atol=1e-5)
 
 
+@T.prim_func
+def from_the_last_column_on(A: T.Tensor((6, 3)), W: T.Tensor((6, 10)), B: T.Tensor((6,))):
+    """Rounds that take a parameter's places from the last to the first."""
+    with T.Kernel(2, threads=32) as b:
+        x = T.alloc_fragment((3, 10), "float32")
+        total = T.alloc_fragment((3,), "float32")
+        T.copy(W[b * 3, 0], x)
+        for r in T.serial(3):
+            T.reduce_sum(x, total, dim=1)
+            for i, j in T.Parallel(3, 10):
+                x[i, j] = x[i, j] * 0.5 - total[i] * 0.1 + A[b * 3 + i, 2 - r]
+        T.reduce_sum(x, total, dim=1)
+        T.copy(total, B[b * 3])
+
+
+@pytest.mark.parametrize("layouts", [{"W": {"x": 1}}, {"A": {"x": 1}}])
+def test_rounds_from_the_last_place_to_the_first(layouts):
+    a, x = torch.randn(6, 3), torch.randn(6, 10)
+    wanted = x
+    for r in range(3):
+        wanted = wanted * 0.5 - wanted.sum(1, keepdim=True) * 0.1 + a[:, 2 - r, None]
+    result = run(from_the_last_column_on, {"x": 3}, layouts, a, x)
+    torch.testing.assert_close(result, wanted.sum(1), rtol=1e-5, atol=1e-5)
+
+
 def stopped(most, stops):
     """Rows that are divided by their sums; with `stops`, until the first one is small."""
 

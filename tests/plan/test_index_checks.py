@@ -167,3 +167,17 @@ def test_choices_by_the_sign_of_floats():
     given = torch.randn(5, 3), torch.tensor(-2.0)
     run = mt.distribute_module(mt.from_torch(torch.export.export(Leaky(), given)), {"x": 2}, {"x": {"x": 0}})
     torch.testing.assert_close(run(*given), Leaky()(*given))
+
+
+@pytest.mark.parametrize("outside", [-3, 7])
+def test_elements_that_are_replaced_before_they_are_looked_up(outside):
+    """-1 and 9 never are; by a loss, or with 0 in place of one and then of the other."""
+    replaced = Of(lambda table, ids: F.embedding(torch.where(ids != -1, torch.where(ids == 9, 0, ids), 0), table))
+    loss = Of(lambda table, ids: F.cross_entropy(table[:5], ids, ignore_index=-1, reduction="none"))
+    for model, ids in ((replaced, [0, -1, 9, 6, 1]), (loss, [0, -1, 5, 3, -1])):
+        given = torch.tensor(ids)
+        looked = run(mt.from_torch(torch.export.export(model, (given,))), {})
+        torch.testing.assert_close(looked(given), model(given).detach())
+        given[3] = outside
+        with pytest.raises(mt.MeshTensorError, match=r"indices from|looks them up"):
+            looked(given)

@@ -19,6 +19,8 @@ from mesh_tensor.pipelining.flow import Flow
 from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.ambient import undisturbed
+from mesh_tensor.runtime.sequential import attached_weights
+from mesh_tensor.runtime.sequential_runner import as_tensor
 
 from ..fragments import Options
 from ..module_ports import whole
@@ -72,7 +74,9 @@ def pipeline(
             stated where a sum is divided by a constant that may be the number of a microbatch's rows.
         per_microbatch: values (of submodules, or bindings) that mix the rows of a microbatch, as a batch norm does in
             training, and may do so: the result is then not the whole batch's.
-        weights: tensors for parameters that stay the same from call to call; None: those of the ImportedModule.
+        weights: tensors for parameters that stay the same from call to call; None: those of the ImportedModule, or those
+            that a frontend attached to the function (its attribute "params"). If the function has the attribute
+            `num_input` and a batch is split, all parameters after that many have to be among them.
         machine: the Machine that stages are cut and planned for, or a preset's name ("h100x16"); None: this project's
             CPU ranks.
         function: the name of the function to run.
@@ -113,12 +117,16 @@ def pipeline(
         mod, given, constants = model.mod, model.params, model.constants
     on = machine_named(machine)
     flow = Flow(mod, function)
+    if not isinstance(model, ImportedModule):
+        given = {name: as_tensor(value) for name, value in attached_weights(flow.mod[flow.function]).items()}
     stages, kinds = without_memory(stages, memory or {})
-    planned = PlanOptions(replicate_unknown, machine=on)
+    planned = PlanOptions(replicate_unknown, check_indices=check_indices, machine=on)
     options = Options(target, strict, poison, recompute, plan=planned, carries=ranks and not kinds)
     made = Pipeline(
         flow, topology, given if weights is None else constants.left_out(weights, whole), train, options, ranks
     )
+    if microbatches > 1:
+        _check_inputs(made, flow)
     made._constants, made._form = constants, model.form if isinstance(model, ImportedModule) else None
     made._machine = on or CPU
     made._scale = LossScale.make(loss_scale)
@@ -129,3 +137,20 @@ def pipeline(
     made._cut(stages, shardings or {}, schedule or ("1f1b" if train else "forward"), limit)
     made._checks_indices = check_indices
     return made
+
+
+def _check_inputs(made: Pipeline, flow: Flow) -> None:
+    """Refuse a function that says of more parameters that they are weights than are given: they would be split."""
+    func = flow.mod[flow.function]
+    attrs = func.attrs or {}
+    if "num_input" not in attrs or len(flow.params) != len(func.params):
+        return
+    count = int(attrs["num_input"])
+    names = list(flow.params)[count:]
+    if missing := [name for name in names if name in made.inputs]:
+        refuse(
+            f"the weights lack {listing(missing)}",
+            where=f"pipeline of {flow.function!r}",
+            why=f"what follows its first {count} parameters are weights, as its attribute num_input says",
+            fix="pass weights={name: tensor} with all of them, or remove the attribute",
+        )

@@ -9,19 +9,16 @@ from typing import Any
 import torch
 from tvm import ir, tirx
 
-from mesh_tensor.annotations.names import reachable
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.pipelining.flow import Flow, stated_bindings
 from mesh_tensor.pipelining.stages import FUNCTION, part
 from mesh_tensor.plan.batch_kinds import Fixed, Kind, Mean, Mixed, Rows, Sum
 from mesh_tensor.plan.batch_parts import BatchParts, Total, batch_parts
-from mesh_tensor.plan.manual import manual_mesh
 from mesh_tensor.rules.operator.dropout import SEED_NAME
 from mesh_tensor.runtime.ambient import fix_of, why_not_plain
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
+from mesh_tensor.runtime.sequential import run_sequential
 from mesh_tensor.targets.dtypes import torch_dtype
-
-from ..module import distribute_module
 
 REDUCTIONS = (None, "mean", "sum")
 _SIZES = (61, 13, 5, 2)  # open sizes are looked at as such
@@ -38,7 +35,7 @@ class Results:
     def __init__(self, flow: Flow, found: BatchParts | None = None) -> None:
         self.flow = flow
         self._kinds = dict(zip(flow.results, found.kinds, strict=True)) if found else {}
-        self._totals = {total: _function_of(flow, total) for total in (found.totals if found else ())}
+        self._totals = {total: _module_of(flow, total) for total in (found.totals if found else ())}
         self._shares = {name: torch_dtype(dtype) for name, dtype in (found.shares if found else {}).items()}
 
     def __repr__(self) -> str:
@@ -68,13 +65,13 @@ class Results:
         for total, (takes, _) in reversed(self._totals.items()):  # which may take earlier ones
             wanted |= set(takes) if total.name in wanted else set()
         known: dict[str, torch.Tensor] = {}
-        for total, (takes, function) in self._totals.items():
+        for total, (takes, module) in self._totals.items():
             if total.name not in wanted:
                 continue
             made = []
             for each in parts:
                 there = {**weights, **each, **known}
-                made.append(function(*(there[name].contiguous() for name in takes))[0])
+                made.append(run_sequential(module, [there[name] for name in takes], FUNCTION)[0])
             known[total.name] = _combined(total.kind, made, shares)
         return [
             {**part, **known, **{name: torch.tensor(share, dtype=dtype) for name, dtype in self._shares.items()}}
@@ -185,14 +182,12 @@ def _check(flow: Flow, found: BatchParts, reduction: str | None, is_open: bool, 
         )
 
 
-def _function_of(flow: Flow, total: Total) -> tuple[tuple[str, ...], Any]:
-    """What computes a microbatch's part of a total, and what it takes."""
+def _module_of(flow: Flow, total: Total) -> tuple[tuple[str, ...], ir.IRModule]:
+    """What computes a microbatch's part of a total, as its function FUNCTION, and what it takes."""
     mine = flow.above([total.value])
     used = {value for name in mine for value in flow.operands[name]}
     takes = tuple(name for name in flow.params if name in used)
-    module = part(flow, mine, takes, [total.value])
-    mesh = manual_mesh(reachable(module, FUNCTION).values())
-    return takes, distribute_module(module, mesh, {}, function=FUNCTION, check_indices=False)
+    return takes, part(flow, mine, takes, [total.value])
 
 
 def _combined(kind: Kind | None, parts: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:

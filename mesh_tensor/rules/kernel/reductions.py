@@ -23,7 +23,7 @@ from .live_ranges import LiveRange, Taints
 from .padding import has_blocks_beyond, padding_is_neutral, takes_whole_blocks
 from .partial_values import PartialValues, keeps_partial
 from .reused_buffers import mixed_dims
-from .scans import Scan, find_scans
+from .scans import Scan, find_scans, goes_in_turns
 from .state_finder import find_states
 from .statements import Access, Kernel, Statement, describe, used_vars
 from .states import State
@@ -34,6 +34,9 @@ def judge(kernel: Kernel, coordinates: Coordinates, factor: Factor, taints: Tain
     """Check a factor against every statement."""
     if factor.blocked is not None:
         return Verdict(factor.blocked)
+    if goes_in_turns(kernel, factor):
+        scans = find_scans(kernel, coordinates, factor, in_turns=True)
+        return _Judgement(kernel, coordinates, factor, taints, (), scans).verdict()
     verdict = _Judgement(kernel, coordinates, factor, taints).verdict()
     if verdict.blocked is None or has_blocks_beyond(kernel, factor):
         return verdict
@@ -41,9 +44,12 @@ def judge(kernel: Kernel, coordinates: Coordinates, factor: Factor, taints: Tain
         with_states = _Judgement(kernel, coordinates, factor, taints, states).verdict()
         if with_states.blocked is None:
             return with_states
-    scans = find_scans(kernel, coordinates, factor)
-    in_order = _Judgement(kernel, coordinates, factor, taints, (), scans).verdict() if scans else None
-    return verdict if in_order is None or in_order.blocked is not None else in_order
+    for in_turns in (False, True):
+        scans = find_scans(kernel, coordinates, factor, in_turns=in_turns)
+        in_order = _Judgement(kernel, coordinates, factor, taints, (), scans).verdict() if scans else None
+        if in_order is not None and in_order.blocked is None:
+            return in_order
+    return verdict
 
 
 class _Judgement:
@@ -164,7 +170,7 @@ class _Judgement:
             for part in scan.carried if scan.is_resumed else ():
                 for statement, access in part.held.reads:
                     own = statement.write is not None and statement.write.buffer.name in self.kernel.own
-                    if statement not in self.in_order and not own:
+                    if statement.top > scan.top and statement not in self.in_order and not own:
                         yield f"{describe(statement)} uses {access.buffer.name} after the loop that carries it"
 
     def _untyped_indices(self, statement: Statement) -> Iterator[str]:

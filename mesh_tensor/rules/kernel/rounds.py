@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from tvm import ir, tirx
 
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop
+from mesh_tensor.tir.loops import is_backward
 from mesh_tensor.tir.nodes import int_or, nodes, used
 from mesh_tensor.tir.rewrite import block_like, buffer_like, exchange_buffers, guarded, replace_block, sequence
 from mesh_tensor.tir.tile_calls import parse_tile_op
@@ -47,7 +48,8 @@ def in_rounds(kernel: Kernel) -> tirx.PrimFunc | None:
             made.append(stmt)
             continue
         own = _own_sums(kernel, stmt, rounds[stmt])
-        for value in range(int(stmt.min), int(stmt.min) + int(stmt.extent)):
+        values = range(int(stmt.min), int(stmt.min) + int(stmt.extent))
+        for value in reversed(values) if is_backward(stmt) else values:
             into = {buffer: buffer_like(buffer, f"round{value}") for buffer in own}
             allocated += into.values()
             at = {stmt.loop_var: tirx.IntImm(stmt.loop_var.dtype, value)}

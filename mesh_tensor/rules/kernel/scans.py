@@ -4,12 +4,14 @@ best of all positions.
 After one iteration such a state is `a * state + b`, or the larger of it and b, where neither a nor b depends on earlier
 iterations. So a device can tell, from its own part alone, what it makes of any state that it takes over: `a` of all its
 iterations multiplied, and what it makes of 0. What every device then starts from is a scan of these.
+
+Of any other state nothing is known before it is there: devices take turns, and each hands on what it ends with.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -20,12 +22,12 @@ from mesh_tensor.tir.nodes import nodes
 
 from .coordinates import Coordinates
 from .factors import Factor
+from .in_order import is_of_its_blocks, left_behind, loop_in_order
 from .iterations import Iteration
 from .live_ranges import LiveRange
-from .padding import takes_whole_blocks
 from .state_finder import carrying_loops, changed_in, is_in_place, is_plain
 from .state_values import Atom, Level, Part, StateValue
-from .statements import RESUMED, Kernel, Loop, Statement, describe, mentions, without_binds
+from .statements import RESUMED, TURN, Kernel, Loop, Statement, mentions, without_binds
 from .states import Best, Stated, find_best, find_stated
 
 _ONE = Part(Level.FIXED, 1.0)
@@ -34,7 +36,8 @@ _ONE = Part(Level.FIXED, 1.0)
 @dataclass(frozen=True, eq=False)
 class Carried:
     """A live range that is carried. `op`: what adds to it (`sum`, `max`, `min`), or replaces it, `best`, or `stated`
-    by the author. `scaled`: statements that scale what was there before, each with the factor."""
+    by the author, or whatever the loop does, `turn`. `scaled`: statements that scale what was there before, each with
+    the factor."""
 
     held: LiveRange
     op: str
@@ -69,18 +72,23 @@ class Scan:
         return self.loop.node is not None and RESUMED in self.loop.node.annotations
 
     @property
+    def in_turns(self) -> bool:
+        """Whether a device can only begin when the one before it has ended: nothing else is known of what it makes."""
+        return any(part.op == "turn" for part in self.carried)
+
+    @property
     def names(self) -> list[str]:
         """The buffers that are carried."""
         return [str(part.held.buffer.name) for part in self.carried]
 
 
-def find_scans(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> tuple[Scan, ...]:
+def find_scans(kernel: Kernel, coordinates: Coordinates, factor: Factor, *, in_turns: bool = False) -> tuple[Scan, ...]:
     """The scans over a factor, one after the other, none of which goes on with what another one carries; none where
-    a loop carries anything else."""
+    a loop carries anything else. `in_turns`: devices may take turns for that."""
     groups: dict[int, list[Loop]] = {}
     for loop in carrying_loops(kernel, coordinates, factor):
         groups.setdefault(next(s.top for s in kernel.statements if loop.var in s.vars), []).append(loop)
-    found = [_scan(kernel, coordinates, factor, loops) for _, loops in sorted(groups.items())]
+    found = [_scan(kernel, coordinates, factor, loops, in_turns) for _, loops in sorted(groups.items())]
     known = tuple(scan for scan in found if scan is not None)
     held = [(scan, part.held) for scan in known for part in scan.carried]
     apart = not any(
@@ -93,17 +101,36 @@ def find_scans(kernel: Kernel, coordinates: Coordinates, factor: Factor) -> tupl
     return known if apart and len(known) == len(found) else ()
 
 
-def _scan(kernel: Kernel, coordinates: Coordinates, factor: Factor, loops: Sequence[Loop]) -> Scan | None:
+def goes_in_turns(kernel: Kernel, factor: Factor) -> bool:
+    """Whether devices take turns for a loop over the factor already."""
+    loops = (loop for var, loop in kernel.loops.items() if var in factor.roles)
+    return any(loop.node is not None and TURN in loop.node.annotations for loop in loops)
+
+
+def _scan(
+    kernel: Kernel, coordinates: Coordinates, factor: Factor, loops: Sequence[Loop], in_turns: bool
+) -> Scan | None:
     """The scan of loops in one top-level statement, None if it is none: one loop that carries, all of what it carries
     is such a state, and whatever else it leaves belongs to a position."""
-    loop = next((loop for loop in loops if all(loop.var in s.vars for s in kernel.statements if _in(s, loops))), None)
-    if loop is None or not takes_whole_blocks(kernel, factor):
+    made = loop_in_order(kernel, factor, loops)
+    if made is None:
         return None
-    body = [s for s in kernel.statements if loop.var in s.vars]
-    if any(s.unknown or s.may_be_skipped for s in body) or kernel.loops[loop.var].node is None:
+    loop, body = made
+    assert loop.node is not None
+    if not is_of_its_blocks(body, loop, coordinates, factor):
         return None
-    if any(x.kind != "grid" for x in body[0].loops[: body[0].loops.index(loop)]):
+    found = None if TURN in loop.node.annotations else _linear(kernel, coordinates, factor, loop)
+    if found is None and in_turns:
+        found = _whatever(coordinates, factor, loop, body)
+    if found is None:
         return None
+    if any(True for _ in left_behind(kernel, coordinates, factor, loop, [part.held for part in found])):
+        return None
+    return Scan(loop, body[0].top, tuple(found), frozenset(body))
+
+
+def _linear(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop) -> list[Carried] | None:
+    """What the loop carries, if what a device makes of all of that is known from its own part of the loop."""
     ranges = [r for r in coordinates.ranges.all if not r.is_param and loop.var in changed_in(r)]
     iteration = Iteration(kernel, coordinates, factor, loop, ordered=True)
     groups = {
@@ -111,24 +138,23 @@ def _scan(kernel: Kernel, coordinates: Coordinates, factor: Factor, loops: Seque
     }
     groups |= {r: Carried(r, op, {}) for r in ranges if r not in groups and (op := _plain(iteration, r))}
     inner = [r for r in ranges if changed_in(r) & factor.roles.keys() != {loop.var}]
-    if inner and not (_walks_its_blocks(body, loop, coordinates, factor) and groups.keys() >= set(inner)):
+    if not groups.keys() >= set(inner):
         return None
     groups |= {r: Carried(r, "stated", {}, None, one) for one in find_stated(iteration, ranges) for r in one.held}
     found = [groups[r] if r in groups else _carried(iteration, r) for r in ranges]
     known = [part for part in found if part is not None]
-    if len(known) < len(found) or any(True for _ in _left_behind(kernel, coordinates, factor, loop, ranges)):
+    return known if len(known) == len(found) else None
+
+
+def _whatever(coordinates: Coordinates, factor: Factor, loop: Loop, body: Sequence[Statement]) -> list[Carried] | None:
+    """What the loop carries or leaves, whatever it makes of that: each device needs what the one before it ends with.
+    None where that is of positions of the factor."""
+    written = dict.fromkeys(coordinates.ranges.of(s.write) for s in body if s.write is not None)
+    ranges = [r for r in written if not r.is_param and not any(x is loop for x in r.scope)]
+    places = (coordinates.of_node((r, dim)) for r in ranges for dim in range(len(r.buffer.shape)))
+    if any(place is not None and place[0] is factor for place in places):
         return None
-    return Scan(loop, body[0].top, tuple(known), frozenset(body))
-
-
-def _in(statement: Statement, loops: Sequence[Loop]) -> bool:
-    return any(loop in statement.loops for loop in loops)
-
-
-def _walks_its_blocks(body: Sequence[Statement], loop: Loop, coordinates: Coordinates, factor: Factor) -> bool:
-    """Whether all that an iteration does along the factor is in the iteration's own block of it."""
-    forms = (coordinates.of_statement(statement).get(factor) for statement in body)
-    return all(loop.var in form.terms for form in forms if form is not None)
+    return [Carried(r, "turn", {}) for r in ranges] or None
 
 
 def _plain(iteration: Iteration, live_range: LiveRange) -> str | None:
@@ -138,34 +164,6 @@ def _plain(iteration: Iteration, live_range: LiveRange) -> str | None:
     op = inside[0].op if is_plain(live_range, iteration.loop.var) else None
     free = all(iteration.uses.get(s, {}).keys() <= {live_range} for s in inside)
     return op if op in ("sum", "max", "min") and free and all(map(iteration.runs_alike, inside)) else None
-
-
-def _left_behind(
-    kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop, carried: Sequence[LiveRange]
-) -> Iterator[str]:
-    """What the loop leaves that is neither a state nor of a position."""
-    for statement in kernel.statements:
-        if loop.var not in statement.vars or statement.write is None:
-            continue
-        live_range = coordinates.ranges.of(statement.write)
-        if live_range.is_param and not _is_of_position(statement, live_range, coordinates, factor, loop):
-            yield f"{describe(statement)} is of no position"
-        elif not live_range.is_param and live_range not in carried and not any(x is loop for x in live_range.scope):
-            yield f"{live_range.buffer.name} is used after the loop"
-
-
-def _is_of_position(
-    statement: Statement, live_range: LiveRange, coordinates: Coordinates, factor: Factor, loop: Loop
-) -> bool:
-    """Whether an iteration writes to its own positions of a parameter, and nothing reads what another one wrote."""
-    if not coordinates.walks(statement.target, factor):
-        return False
-    if loop.var not in live_range.carried:
-        return True
-    touched = {s for s, _ in (*live_range.reads, *live_range.writes) if loop.var in s.vars}
-    places = [coordinates.of_statement(s).get(factor) for s in touched]
-    adds_only = not any(loop.var in s.vars for s, _ in live_range.reads)
-    return adds_only and all(place is not None and loop.var in place.terms for place in places)
 
 
 def _carried(iteration: Iteration, live_range: LiveRange) -> Carried | None:

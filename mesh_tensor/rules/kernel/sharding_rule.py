@@ -97,8 +97,8 @@ class ShardingRule:
     """Which factors index which dims of which buffers, and how each factor combines.
 
     `inputs`, `outputs`: per buffer, its factors' names (None: the dim is needed whole). `factors`: per factor
-    `parallel`, the operations that reduce it (`sum`, `max, sum`; `scan` for what is carried in order), or
-    `whole: reason`. `sizes`: the factors' extents."""
+    `parallel`, the operations that reduce it (`sum`, `max, sum`; `scan` for what is carried in order, `turns` where a
+    device waits for the one before it), or `whole: reason`. `sizes`: the factors' extents."""
 
     inputs: dict[str, tuple[str | None, ...]]
     outputs: dict[str, tuple[str | None, ...]]
@@ -214,7 +214,8 @@ def _product(parts: list[str | None]) -> str | None:
 def _kind(factor: Factor, reduction: Reduction) -> str:
     if factor.blocked is not None:
         return f"whole: {factor.blocked}"
-    return ", ".join([*reduction.ops, *(["scan"] if reduction.scans else [])]) or "parallel"
+    orders = dict.fromkeys("turns" if scan.in_turns else "scan" for scan in reduction.scans)
+    return ", ".join([*reduction.ops, *orders]) or "parallel"
 
 
 def factor_names(kernel: Kernel, factors: Sequence[Factor]) -> dict[Factor, str]:

@@ -214,6 +214,10 @@ OWN_ATTR = "mesh_tensor_own"
 #: Marks a loop that carries what the devices before left.
 RESUMED = "mesh_tensor.resumed"
 
+#: Marks such a loop for which devices take turns: whose it is, ALL_TURNS where every device has what it starts from.
+TURN = "mesh_tensor.turn"
+ALL_TURNS = -1
+
 #: What an update's value is in TIR -> the reduction that it makes.
 _UPDATES = {"Sub": "sum"} | {
     r.tir if r.tir[0].isupper() else f"tirx.{r.tir}": r.name for r in REDUCTIONS.values() if r.magnitudes is None

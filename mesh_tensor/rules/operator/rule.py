@@ -62,7 +62,7 @@ Localizer = Callable[[LocalCall], relax.Expr]
 class InnerReduction:
     """A value in the middle of a kernel that is combined by `op` over `factor`, and needed whole from there on: where
     an axis splits the factor, a collective completes it. With `op` "scan" it is carried in order, and every device
-    needs what all others make of it.
+    needs what all others make of it; with "turns" each device waits for what the one before it makes of it.
 
     `dims` and `shape` are those of the value over all blocks. `ends`: nothing walks the factor after that, so that
     the axes which split it may split another one."""

@@ -1,0 +1,115 @@
+"""Clause 8: where nothing is known of what an iteration makes of a state, devices take turns, and each hands on what it
+ends with. What a loop does beside that is left to all of them at the same time."""
+
+import pytest
+import torch
+
+import mesh_tensor as mt
+from kernels.recurrences import delta_states, delta_states_reference, recurrent_network, recurrent_network_reference
+from mesh_tensor.lowering.pipeline import lower_kernel
+from tests.other_machines import machine
+
+from .support import outline
+from .turn_kernels import as_data_say, counted_drops, last_row, of_all_rows, softmax_on_the_way, there_and_back
+
+
+def annotated(func, mesh, dims):
+    return mt.annotate(func, mt.Mesh(mesh), {name: dict.fromkeys(mesh, dim) for name, dim in dims.items()})
+
+
+def compiled(func, mesh, dims):
+    """For a machine on which bytes are all that counts."""
+    with machine(1):
+        return mt.compile(annotated(func, mesh, dims), target="interpret", poison=True)
+
+
+def check(func, mesh, dims, inputs):
+    """The kernel, split that way, gives what it gives unsplit, and gathers no input."""
+    kernel, alone = compiled(func, mesh, dims), compiled(func, {"x": 1}, {})
+    results, expected = (made(*(tensor.clone() for tensor in inputs)) for made in (kernel, alone))
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+    assert "_turn0" in kernel.explain()
+    assert not any(f"{name}.1" in kernel.explain() for name in dims)
+
+
+def test_each_device_hands_on_to_the_next_and_the_rest_is_for_all():
+    with machine(1):
+        made = outline(lower_kernel(annotated(there_and_back(64, 4), {"x": 3}, {"X": 0, "Y": 0, "Z": 0})))
+    there = [
+        "kernel(X, there_turn0_w1)",
+        "halo(there_turn0_w1, x)",
+        "kernel(there_turn0_w1.1, there_next1_w1)",
+        "kernel(X, there_next1_w1, there_turn1_w1)",
+        "halo(there_turn1_w1, x)",
+        "kernel(there_turn1_w1.1, there_start_w1)",
+        "kernel(X, there_start_w1, there_turn2_w1)",
+        "halo(there_turn2_w1, x)",
+        "kernel(there_turn2_w1.1, there_end_w1)",
+    ]
+    assert made[: len(there)] == there
+    assert [step for step in made if "all_gather" in step] == []
+
+
+def test_a_kernel_says_that_devices_wait():
+    rule = mt.sharding_rule(recurrent_network(8, 8, 4))
+    assert "turns" in rule.factors.values()
+
+
+KERNELS = {
+    "drops": (counted_drops(80), {"X": 0, "Y": 0}, [(80,)]),
+    "back": (there_and_back(31, 8), {"X": 0, "Y": 0, "Z": 0}, [(31, 8)]),
+    "last": (last_row(40, 4), {"X": 0}, [(40, 4)]),
+    "softmax": (softmax_on_the_way(4, 240), {"X": 1, "Y": 1}, [(4, 240)]),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 5}, {"x": 2, "y": 2}])
+def test_what_nothing_is_known_of(name, mesh):
+    func, dims, shapes = KERNELS[name]
+    if name == "softmax" and mesh != {"x": 5}:
+        mesh = {"x": 3} if mesh == {"x": 2} else mesh
+    check(func, mesh, dims, [torch.randn(shape) for shape in shapes])
+
+
+def test_what_data_say():
+    check(
+        as_data_say(31, 4), {"x": 3}, {"X": 0, "G": 0, "Y": 0}, [torch.randn(31, 4), torch.randint(0, 2, (31,)).int()]
+    )
+
+
+@pytest.mark.parametrize(("steps", "devices"), [(64, 4), (63, 4), (33, 5), (16, 3)])
+def test_a_network(steps, devices):
+    inputs = [torch.randn(steps, 5, 8), torch.randn(8, 8) * 0.3, torch.randn(5, 8)]
+    kernel = compiled(recurrent_network(steps, 5, 8, block=4), {"x": devices}, {"X": 0, "Y": 0})
+    assert "state_turn0" in kernel.explain()
+    torch.testing.assert_close(kernel(*inputs), recurrent_network_reference(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_network_on_more_devices_than_wait_for_each_other_is_whole():
+    inputs = [torch.randn(40, 4, 4), torch.randn(4, 4) * 0.3, torch.randn(4, 4)]
+    kernel = compiled(recurrent_network(40, 4, 4, block=4), {"x": 20}, {"X": 0, "Y": 0})
+    assert "would be handed on from device to device 19 times, of at most 15" in kernel.explain()
+    torch.testing.assert_close(kernel(*inputs), recurrent_network_reference(*inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [{"x": 4}, {"x": 2, "h": 2}])
+def test_the_delta_rule_by_chunks(mesh):
+    shapes = [(1, 256, 2, 8)] * 2 + [(1, 256, 2, 4), (1, 256, 2), (1, 2, 8, 4)]
+    inputs = [torch.randn(shape) * 0.3 for shape in shapes]
+    heads = {"h": 2} if "h" in mesh else {}
+    layouts = {name: {"x": 1, **heads} for name in ("K", "W", "U", "G", "H", "V_new")}
+    func = delta_states(1, 256, 2, 8, 4, chunk=16, block=4)
+    with machine(1):
+        kernel = mt.compile(mt.annotate(func, mt.Mesh(mesh), layouts), target="interpret", poison=True)
+    assert "state_turn0" in kernel.explain()
+    assert "K.1" not in kernel.explain()
+    torch.testing.assert_close(kernel(*inputs), delta_states_reference(*inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("dims", [{"X": 0, "Z": 0, "Y": 0}, {"Z": 0, "Y": 0}])
+def test_iterations_that_walk_all_rows_are_not_split(linear, dims):
+    func, inputs = of_all_rows(6, 4, linear), [torch.randn(6, 4), torch.randn(6, 4)]
+    kernel, alone = compiled(func, {"x": 3}, dims), compiled(func, {"x": 1}, {})
+    torch.testing.assert_close(kernel(*inputs), alone(*inputs), rtol=1e-5, atol=1e-5)
