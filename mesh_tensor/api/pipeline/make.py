@@ -74,8 +74,8 @@ def pipeline(
             stated where a sum is divided by a constant that may be the number of a microbatch's rows.
         per_microbatch: values (of submodules, or bindings) that mix the rows of a microbatch, as a batch norm does in
             training, and may do so: the result is then not the whole batch's.
-        weights: tensors for parameters that stay the same from call to call; None: those of the ImportedModule, or those
-            that a frontend attached to the function (its attribute "params"). If the function has the attribute
+        weights: tensors for parameters that stay the same from call to call; None: those of the ImportedModule, or
+            those that a frontend attached to the function (its attribute "params"). If the function has the attribute
             `num_input` and a batch is split, all parameters after that many have to be among them.
         machine: the Machine that stages are cut and planned for, or a preset's name ("h100x16"); None: this project's
             CPU ranks.

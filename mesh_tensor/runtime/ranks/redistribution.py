@@ -51,7 +51,7 @@ def redistribute(tensor: MeshTensor | DTensor, sharding: ShardingLike) -> Any:
 
     Raises:
         MeshTensorError: it is no such tensor, the sharding does not fit it, ranks ask for different things, or one
-        fails.
+            fails.
     """
     if isinstance(tensor, MeshTensor):
         return tensor.redistribute(sharding)
