@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 
 @undisturbed
 def redistribute(tensor: MeshTensor | DTensor, sharding: ShardingLike) -> Any:
-    """The tensor, a MeshTensor or a DTensor, in another layout on its mesh; `plan_redistribution` says by which steps.
+    """Bring a MeshTensor or a DTensor into another layout on its mesh, by the steps that `plan_redistribution` shows.
 
-    `sharding` is a dict from axis to dim, a list of placements, a text or a Sharding. A DTensor's axes are named as its
-    DeviceMesh names them, or `axis0`, `axis1` ...; every rank has to call it, and the result is a DTensor with the
-    placements of `sharding`. What is in that layout already is given back as it is; else the result has memory of its
-    own. It has no gradient: what requires one is refused, unless torch records none.
+    `sharding` is a dict from axis to dim, a list of placements, a text or a Sharding. The axes of a DTensor are those
+    of its DeviceMesh, named `axis0`, `axis1`, ... if it has no names; the call is collective, and the result is a
+    DTensor with the placements of `sharding`. A tensor that is in the layout already is returned itself; otherwise the
+    result has memory of its own. Results have no gradient: a tensor that requires one is refused outside of
+    `torch.no_grad()`.
 
     Raises:
-        MeshTensorError: it is no such tensor, the sharding does not fit it, ranks ask for different things, or one
-            fails.
+        MeshTensorError: `tensor` is neither, the sharding does not fit it, or ranks ask for different layouts or fail.
     """
     if isinstance(tensor, MeshTensor):
         return tensor.redistribute(sharding)
