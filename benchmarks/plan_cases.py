@@ -346,14 +346,14 @@ def _combined() -> Iterator[PlanCase]:
         recurrent_network,
         network,
         batch="X1 H00 Y1 HN0",
-        steps=("X0 Y0", f"{said}; all have the last", 0, 0, 64 * 128),
+        steps=("X0 Y0", f"{said}; all have the last", 0, 64 * 128 * 4, 64 * 128),
     )
     yield _case(
         "carried",
         delta_states,
         {"batch": 1, "length": 8192, "heads": 16, "key_dim": 64, "value_dim": 64, "chunk": 64, "block": 64},
         heads="K2 W2 U2 G2 H01 H2 final1 V_new2",
-        sequence=("K1 W1 U1 G1 H1 V_new1", f"{said}; all have the last", 0, 0, 16 * 64 * 64),
+        sequence=("K1 W1 U1 G1 H1 V_new1", f"{said}; all have the last", 0, 16 * 64 * 64 * 4, 16 * 64 * 64),
     )
     rows = {"M": 2048, "N": 8192, "block_M": 16, "block_N": 64}
     said = "the states of parts of rows are combined as the kernel's author says: those of all are gathered"

@@ -15,7 +15,7 @@ state is left to the rest, which all devices do at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -77,14 +77,17 @@ def take_turns(analysis: Analysis, scan: Scan, devices: int, suffix: str) -> Tur
 class _Turns(StateLoop):
     def __init__(self, analysis: Analysis, scan: Scan, devices: int, suffix: str):
         super().__init__(analysis, scan, devices, suffix)
-        self.held = [part.held for part in scan.carried]
+        self.held = [part.held for part in scan.carried if part.copied is None]
+        self.copied = {part.held: part.copied for part in scan.carried if part.copied is not None}
         self.order = range(devices)[::-1] if is_backward(scan.loop.node) else range(devices)
         self.again = self.is_used_inside()
-        self.live = [held for held in self.held if is_live(held, scan.top + 1)]
+        live = [part.held for part in scan.carried if is_live(part.held, scan.top + 1)]
+        of = self.ranges.of
+        self.live = list(dict.fromkeys(of(self.copied[r].reads[0]) if r in self.copied else r for r in live))
 
     def made(self) -> Turns:
         self.check_binds()
-        if len({held.buffer for held in self.held}) < len(self.held):
+        if len({part.held.buffer for part in self.scan.carried}) < len(self.scan.carried):
             raise Blocked("one buffer is carried as two states")
         kernels, left = list[Turn](), dict[LiveRange, Places]()
         starts = taken = self._of_all("start")
@@ -115,7 +118,7 @@ class _Turns(StateLoop):
         top = self.scan.top
         loop = self.sliced(self.stmts[top], self.needed(set(self.held), top + 1))
         assert loop is not None
-        stmts = [*self._before(top + 1), *(w.one.restore() for w in taken.values()), resumed(loop, device)]
+        stmts = [*self._before(top + 1), *self._taken_over(taken), resumed(loop, device)]
         stmts += [workspace.one.save() for workspace in left.values()]
         used = [w.one for w in (*taken.values(), *left.values())]
         made = part_of(self.analysis, stmts, used)
@@ -154,9 +157,16 @@ class _Turns(StateLoop):
     def _rest(self, starts: Mapping[LiveRange, Places], ends: Mapping[LiveRange, Workspace]) -> tirx.PrimFunc:
         top = self.scan.top
         loop = [resumed(self.stmts[top], ALL_TURNS)] if self.again else []
-        stmts = [*self.stmts[:top], *(w.one.restore() for w in starts.values()), *loop]
-        stmts += [*(w.restore() for w in ends.values()), *self.stmts[top + 1 :]]
+        stmts = [*self.stmts[:top], *self._taken_over(starts), *loop]
+        stmts += [*(w.restore() for w in ends.values()), *self._copies(ends), *self.stmts[top + 1 :]]
         return part_of(self.analysis, stmts, [*(w.one for w in starts.values()), *ends.values()])
+
+    def _taken_over(self, taken: Mapping[LiveRange, Places]) -> list[tirx.Stmt]:
+        """The state of a device's own place, and what is a copy of it."""
+        return [*(w.one.restore() for w in taken.values()), *self._copies(taken)]
+
+    def _copies(self, there: Collection[LiveRange]) -> list[tirx.Stmt]:
+        return [made.node for made in self.copied.values() if self.ranges.of(made.reads[0]) in there]
 
     def _two(self, held: LiveRange) -> tuple[tirx.Buffer, tirx.Buffer]:
         return buffer_like(held.buffer, "mine"), buffer_like(held.buffer, "theirs")

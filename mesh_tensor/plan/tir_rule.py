@@ -187,7 +187,7 @@ def _inner(factor: Factor, analysis: Analysis, sizes: Sizes) -> Iterator[InnerRe
     reduction = analysis.reductions[factor]
     for scan in reduction.scans:
         op = "turns" if scan.in_turns else "scan"
-        for part in scan.carried:
+        for part in (part for part in scan.carried if part.copied is None):
             yield _inner_value(factor, op, part.held, analysis, sizes, ends=False)
     if reduction.cut is None:
         return

@@ -10,7 +10,15 @@ from mesh_tensor.lowering.pipeline import lower_kernel
 from tests.other_machines import machine
 
 from .support import outline
-from .turn_kernels import as_data_say, counted_drops, last_row, of_all_rows, softmax_on_the_way, there_and_back
+from .turn_kernels import (
+    as_data_say,
+    counted_drops,
+    last_row,
+    of_all_rows,
+    softmax_on_the_way,
+    there_and_back,
+    with_a_copy,
+)
 
 
 def annotated(func, mesh, dims):
@@ -76,6 +84,17 @@ def test_what_data_say():
     check(
         as_data_say(31, 4), {"x": 3}, {"X": 0, "G": 0, "Y": 0}, [torch.randn(31, 4), torch.randint(0, 2, (31,)).int()]
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_made_again"),
+    [("zero", True), ("rounded", True), ("both", True), ("else", False), ("before", False), ("times", False)],
+)
+@pytest.mark.parametrize("devices", [2, 3])
+def test_copies_of_a_state_are_made_again(kind, is_made_again, devices):
+    func, dims, inputs = with_a_copy(61, 4, kind), {"X": 0, "Y": 0}, [torch.randn(61, 4), torch.randn(4)]
+    check(func, {"x": devices}, dims, inputs)
+    assert ("used_turn0" in compiled(func, {"x": devices}, dims).explain()) is not is_made_again
 
 
 @pytest.mark.parametrize(("steps", "devices"), [(64, 4), (63, 4), (33, 5), (16, 3)])

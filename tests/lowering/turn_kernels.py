@@ -17,7 +17,7 @@ def counted_drops(size):
             count = 0
             for block in T.serial(size // 4):
                 for i in T.serial(4):
-                    state = T.max(state * state * 0.5 - X[block * 4 + i], -1.0)
+                    state = T.max(T.min(state * state, 2.0) - X[block * 4 + i], -1.0)
                     if state > 0.2:
                         count = count + 1
                         state = state - 0.1
@@ -125,6 +125,47 @@ def softmax_on_the_way(rows, size, block=4):
                     Y[i, k * block + j] = x[i, j] / total[i]
 
     return softmax_on_the_way_kernel
+
+
+def with_a_copy(steps, width, kind):
+    """A state, and what is used for it: a copy, where both start from `zero`, or from S, `rounded` for the copy, or for
+    `both`; or one that starts as something `else`, is that of the step `before`, or is copied at `times`."""
+
+    @T.prim_func
+    def with_a_copy_kernel(
+        X: T.Tensor((steps, width), "float32"),
+        S: T.Tensor((width,), "float32"),
+        Y: T.Tensor((steps, width), "float32"),
+        E: T.Tensor((width,), "float32"),
+    ):
+        with T.Kernel(1, threads=32):
+            state = T.alloc_fragment((width,), "float32")
+            used = T.alloc_shared((width,), "float16")
+            row = T.alloc_fragment((width,), "float32")
+            if kind == "rounded":
+                T.copy(S, state)
+                T.copy(state, used)
+            elif kind == "both":
+                T.copy(S, used)
+                T.copy(used, state)
+            else:
+                T.clear(state)
+                T.fill(used, 0.5 if kind == "else" else 0.0)
+            for t in T.serial(steps):
+                T.copy(X[t, 0], row)
+                if kind == "before":
+                    T.copy(state, used)
+                for j in T.Parallel(width):
+                    state[j] = T.sin(used[j] * 1.5 + state[j] * 0.1) + row[j]
+                if kind == "times":
+                    if t % 2 == 0:
+                        T.copy(state, used)
+                elif kind != "before":
+                    T.copy(state, used)
+                T.copy(used, Y[t, 0])
+            T.copy(used, E)
+
+    return with_a_copy_kernel
 
 
 def of_all_rows(steps, width, linear):

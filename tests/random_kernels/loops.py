@@ -287,7 +287,12 @@ class Loops(Statements):
         value, state = here.small(here.value(1), 100.0), accumulator.element(names)
         zero = here.constant(0)
         step = scene.pick(
-            (f"{state} + {value.text}", f"{value.text} - {state}", f"T.max({state} + {value.text}, {zero})")
+            (
+                f"{state} + {value.text}",
+                f"{value.text} - {state}",
+                f"T.max({state} + {value.text}, {zero})",
+                f"T.if_then_else({state} > {here.constant(3)}, {value.text}, {state} + {value.text})",
+            )
         )
         self.bounds[accumulator] = self.bounds.get(accumulator, 1.0) + value.bound * self._times(axis)
         with scene.block(*self.nest(axes, names, serial=(axis,))):

@@ -21,6 +21,7 @@ from mesh_tensor.tir.effects import chosen
 from mesh_tensor.tir.nodes import nodes
 
 from .coordinates import Coordinates
+from .copied_states import copied_states
 from .factors import Factor
 from .in_order import is_of_its_blocks, left_behind, loop_in_order
 from .iterations import Iteration
@@ -37,13 +38,14 @@ _ONE = Part(Level.FIXED, 1.0)
 class Carried:
     """A live range that is carried. `op`: what adds to it (`sum`, `max`, `min`), or replaces it, `best`, or `stated`
     by the author, or whatever the loop does, `turn`. `scaled`: statements that scale what was there before, each with
-    the factor."""
+    the factor. `copied`: what makes it a copy of another one."""
 
     held: LiveRange
     op: str
     scaled: Mapping[Statement, tirx.PrimExpr]
     best: Best | None = None
     stated: Stated | None = None
+    copied: Statement | None = None
 
     @property
     def starts_anew(self) -> bool:
@@ -121,7 +123,7 @@ def _scan(
         return None
     found = None if TURN in loop.node.annotations else _linear(kernel, coordinates, factor, loop)
     if found is None and in_turns:
-        found = _whatever(coordinates, factor, loop, body)
+        found = _whatever(kernel, coordinates, factor, loop, body)
     if found is None:
         return None
     if any(True for _ in left_behind(kernel, coordinates, factor, loop, [part.held for part in found])):
@@ -146,7 +148,9 @@ def _linear(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop
     return known if len(known) == len(found) else None
 
 
-def _whatever(coordinates: Coordinates, factor: Factor, loop: Loop, body: Sequence[Statement]) -> list[Carried] | None:
+def _whatever(
+    kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop, body: Sequence[Statement]
+) -> list[Carried] | None:
     """What the loop carries or leaves, whatever it makes of that: each device needs what the one before it ends with.
     None where that is of positions of the factor."""
     written = dict.fromkeys(coordinates.ranges.of(s.write) for s in body if s.write is not None)
@@ -154,7 +158,8 @@ def _whatever(coordinates: Coordinates, factor: Factor, loop: Loop, body: Sequen
     places = (coordinates.of_node((r, dim)) for r in ranges for dim in range(len(r.buffer.shape)))
     if any(place is not None and place[0] is factor for place in places):
         return None
-    return [Carried(r, "turn", {}) for r in ranges] or None
+    copies = copied_states(kernel, coordinates.ranges, loop, ranges)
+    return [Carried(r, "turn", {}, copied=copies.get(r)) for r in ranges] or None
 
 
 def _plain(iteration: Iteration, live_range: LiveRange) -> str | None:
