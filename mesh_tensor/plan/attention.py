@@ -105,7 +105,8 @@ class AttentionParts:
             for value in node.inputs
             if value not in operands.values() or value is queries
         )
-        wrt, rows = (_QUERIES,), 1  # sums are sent with what is weighed
+        wrt: Sequence[int] = (_QUERIES,)
+        rows = 1  # sums are sent with what is weighed
         if node.call.operator == VJP:
             wrt, rows = vjp_of(node.call).wrt, 1 if _key(node, "sums") in known else 3
         cost += rows * self._row(queries, axes)
