@@ -213,6 +213,7 @@ def cases() -> list[Case]:
         *at_the_boundary(),
         *around_places(),
         *into_places(),
+        *cached(),
         *statistics(),
     ]
 
@@ -581,6 +582,20 @@ def around_places() -> list[Case]:
         Case("cache that moves along", "positions", cached, {"d": 4}, sequence, Hand(4 * row, 1, kept)),
         Case("logits of the last position", "positions", logits, {"d": 4}, sequence, one),
     ]
+
+
+def cached() -> list[Case]:
+    """A token attends to a cache whose positions are split; four heads of queries share a head of keys."""
+
+    def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    q, k, v = torch.randn(4, 8, 1, 64), torch.randn(4, 2, 4096, 64), torch.randn(4, 2, 4096, 64)
+    build = partial(from_model, partial(Lambda, attended), q, k, v)
+    positions = {"inputs_1": {"d": 2}, "inputs_2": {"d": 2}}
+    why = "per head: the largest score, then a sum and the weighed values"
+    hand = Hand(reduced(4 * 8 * (1 + 1 + 64), 4), 2, why)
+    return [Case("one token, a cache", "positions", build, {"d": 4}, positions, hand)]
 
 
 class Lambda(nn.Module):

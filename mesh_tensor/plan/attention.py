@@ -105,7 +105,7 @@ class AttentionParts:
             for value in node.inputs
             if value not in operands.values() or value is queries
         )
-        wrt: tuple[int, ...] = (_QUERIES,)
+        wrt: Sequence[int] = (_QUERIES,)
         rows = 1  # sums are sent with what is weighed
         if node.call.operator == VJP:
             wrt, rows = vjp_of(node.call).wrt, 1 if _key(node, "sums") in known else 3

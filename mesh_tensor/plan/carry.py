@@ -69,7 +69,7 @@ class _Sums:
             parts = {pending[value].parts if value in pending else () for value in node.inputs}
             (only,) = parts if len(parts) == 1 else ((),)
             split = {axis: factor for axis, factor in decision.split.items() if axis not in dict(only)}
-            joins = _adds(node, rule) or _moves(node, rule) or _sums(node, rule)
+            joins = adds(node, rule) or moves(node, rule) or _sums(node, rule)
             joins = joins and not rule.fixed.keys() & dict(only)
             if only and split != decision.split and joins and all(len(self.uses[v]) == 1 for v in node.inputs):
                 needed = operand_layouts(self.graph.mesh, rule, split, order)
@@ -83,7 +83,7 @@ class _Sums:
                 if value not in self.graph.annotations and not _is_narrow_sum(value, left, self.widened):
                     pending[value] = left
         for node in reversed(self.graph.nodes):
-            if node in found and _moves(node, self.atoms.rules[node]) and not self._is_added(node, found):
+            if node in found and moves(node, self.atoms.rules[node]) and not self._is_added(node, found):
                 del found[node]
         return found
 
@@ -91,7 +91,7 @@ class _Sums:
         """Another decision for a node that adds what all devices have to a pending sum, of which less is made next (the
         chosen experts' results, with their biases, are summed): one device adds it, and others 0."""
         waiting = [value for value in node.inputs if value in pending]
-        if len(waiting) != 1 or not _adds(node, self.atoms.rules[node]) or not self._shrinks(node.outputs[0]):
+        if len(waiting) != 1 or not adds(node, self.atoms.rules[node]) or not self._shrinks(node.outputs[0]):
             return None
         left = pending[waiting[0]]
         if left.owner is not None or any(op != "sum" or axis in decision.split for axis, op in left.parts):
@@ -125,7 +125,7 @@ class _Sums:
         users = [user for user, _ in self.uses.get(node.outputs[0], ())]
         if any(user.call.operator in (UPDATE, NARROWED) for user in users):
             return True
-        return len(users) == 1 and (users[0] in found or _adds(users[0], self.atoms.rules[users[0]]))
+        return len(users) == 1 and (users[0] in found or adds(users[0], self.atoms.rules[users[0]]))
 
     def carried(self, decisions: Mapping[Node, Decision]) -> dict[Value, Pending]:
         """What values are pending with: all that could be, but those of which several sums would be completed later."""
@@ -189,7 +189,7 @@ class _Sums:
         return pending
 
 
-def _moves(node: Node, rule: NodeRule) -> bool:
+def moves(node: Node, rule: NodeRule) -> bool:
     """Whether the node only moves the elements of its one operand, or makes float32 of them."""
     moves = rule.rule.moves or _widens(node)
     return len(node.inputs) == len(node.outputs) == 1 and moves and not node.is_annotation
@@ -201,7 +201,7 @@ def _sums(node: Node, rule: NodeRule) -> bool:
     return linear and node.outputs[0].type.elements < node.inputs[0].type.elements
 
 
-def _adds(node: Node, rule: NodeRule) -> bool:
+def adds(node: Node, rule: NodeRule) -> bool:
     """Whether the node is linear in several operands together, and they are all that it has."""
     return len(node.inputs) > 1 and frozenset(range(len(node.inputs))) in rule.rule.linear
 

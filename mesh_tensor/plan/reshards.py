@@ -23,6 +23,7 @@ from .contributions import contributions
 from .decide import Decider, Decision
 from .explicit import Cast, Change, ExplicitGraph, ExplicitStep, Fill, Form, Run
 from .ir import Graph, Node, Scope, Value, leaves, map_tree
+from .joint_sums import joint_sums
 from .prices import bytes_moved, node_flops
 from .propagate import Layouts
 
@@ -32,8 +33,11 @@ def insert_reshards(graph: Graph, atoms: Atoms, layouts: Layouts) -> ExplicitGra
     decider = Decider(graph.mesh, atoms, layouts, nodes=graph.nodes, prices=graph.prices, decided=graph.decided)
     decisions = {node: decider.decide(node) for node in graph.nodes}
     made = _written(graph, atoms, layouts, decisions)
-    if others := contributions(graph, atoms, layouts, decisions):
-        return min(made, _written(graph, atoms, layouts, {**decisions, **others}), key=cost_of)
+    for other in (joint_sums, contributions):
+        if others := other(graph, atoms, layouts, decisions):
+            tried = _written(graph, atoms, layouts, {**decisions, **others})
+            if cost_of(tried) < cost_of(made):
+                made, decisions = tried, {**decisions, **others}
     return made
 
 
