@@ -111,7 +111,7 @@ def generate(
         sampling, ends = _sampling(said, seed), _ends(said.get("eos_token_id"))
         most: Any = said.get("max_new_tokens")
         mask = torch.ones_like(ids) if attention_mask is None and isinstance(ids, torch.Tensor) else attention_mask
-        pad = said.get("pad_token_id", next(iter(ends), 0))
+        pad = _pad(said.get("pad_token_id", next(iter(ends), 0)))
         batch, length = _room(run, ids, mask, most)
         beams = _beams(run, said, batch)
         each = _returned(said.get("num_return_sequences", 1), sampling, beams)
@@ -202,6 +202,13 @@ def _ends(tokens: Any) -> tuple[int, ...]:
     return found
 
 
+def _pad(token: Any) -> int:
+    found = token.item() if isinstance(token, torch.Tensor) and token.numel() == 1 and not token.is_meta else token
+    if type(found) is not int:
+        refuse(f"pad_token_id is {shown(token)}", where="generate", fix="pass a token: a whole number")
+    return found
+
+
 def _room(run: MeshModule, ids: Any, mask: Any, new: int) -> tuple[int, int]:
     """How many rows the module takes, and how many positions it keeps, once it is known that prompts and `new` tokens
     fit into them."""
@@ -220,6 +227,8 @@ def _room(run: MeshModule, ids: Any, mask: Any, new: int) -> tuple[int, int]:
         given = " and ".join(f"{type(t).__name__} {tuple(getattr(t, 'shape', ()))}" for t in (ids, mask))
         fix = "pass whole tensors (batch, positions), shaped alike; one prompt as ids[None]"
         refuse(f"ids and mask are {given}", where="generate", fix=fix)
+    if ids.is_meta or mask.is_meta:
+        refuse("ids or mask are on device meta, without elements", where="generate", fix="pass tensors that have some")
     if problems := _misfits(ids, mask, new, length):
         refuse(list(problems), where="generate", fix="; ".join(problems.values()))
     return batch, length

@@ -140,7 +140,7 @@ class OwnFunctions:
         """Per row of the ids (rows, positions), whether it ends there."""
         found = torch.zeros(len(ids), dtype=torch.bool)
         for function in self.criteria:
-            found |= self._tried("stopping_criteria", function, partial(_said, function, ids))
+            found |= self._tried("stopping_criteria", function, partial(_said, function, ids.clone()))
         return found
 
     def processed(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ class OwnFunctions:
             count, logits = len(ids), logits.to(torch.float32)
 
             def made(function: Callable[..., Any] = function, old: torch.Tensor = logits[:count]) -> torch.Tensor:
-                new = function(ids.to(old.device), old.clone())
+                new = function(ids.clone().to(old.device), old.clone())
                 if not isinstance(new, torch.Tensor) or new.shape != old.shape:
                     refuse(f"it gives {shown(new)} for logits {tuple(old.shape)}", fix="give logits of the same shape")
                 return new.to(old)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from mesh_tensor.base.errors import refuse, shown
+from mesh_tensor.base.optimizer import is_number
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         problems = []
-        if not 0 < self.repetition_penalty < float("inf"):
+        if not (is_number(self.repetition_penalty) and self.repetition_penalty > 0):
             problems.append(f"repetition_penalty is {shown(self.repetition_penalty)}, but it has to be above 0")
         if not (isinstance(self.min_new_tokens, int) and self.min_new_tokens >= 0):
             problems.append(f"min_new_tokens is {shown(self.min_new_tokens)}, but it has to be a number of tokens")
-        if not 0 <= self.temperature < float("inf"):
+        if not is_number(self.temperature):
             problems.append(f"temperature is {shown(self.temperature)}, but it has to be finite and at least 0")
         if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
             problems.append(f"top_k is {shown(self.top_k)}, but it has to be a positive number")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+        if self.top_p is not None and not (is_number(self.top_p) and 0 < self.top_p <= 1):
             problems.append(f"top_p is {shown(self.top_p)}, but it has to be above 0 and at most 1")
         if not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 128):
             problems.append(f"the seed is {shown(self.seed)}, but it has to be a number of 128 bits")

@@ -83,6 +83,12 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = Tru
     with buffers_kept(model) as before:
         with torch.set_grad_enabled(gradients), refusing_hooks():
             value = _value(model, loss, inputs)
+        if not isinstance(value, torch.Tensor):
+            refuse(
+                f"the loss is a {type(value).__name__}, not a tensor",
+                where="training_step",
+                fix="return one number alone, as the mean over the batch",
+            )
         refuse_functions(value)
         written = {name: kept for name, (buffer, kept) in before.items() if not torch.equal(buffer, kept)}
         if gradients:  # torch.cond records none where nothing is compiled

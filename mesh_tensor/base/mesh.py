@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
+from typing import SupportsIndex
 
 from .errors import listing, refuse, shown
 
@@ -69,8 +70,8 @@ class Mesh:
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where the device `rank` sits: axis name -> coordinate."""
-        if not 0 <= rank < self.num_devices:
-            refuse(f"no device has rank {rank}", where=str(self), fix=f"ranks go from 0 to {self.num_devices - 1}")
+        if not (isinstance(rank, SupportsIndex) and 0 <= rank < self.num_devices):
+            refuse(f"no device has rank {rank!r}", where=str(self), fix=f"ranks go from 0 to {self.num_devices - 1}")
         place = {}
         for axis, size in reversed(self._axes):
             rank, place[axis] = divmod(rank, size)

@@ -42,6 +42,12 @@ def run():
         ({"repetition_penalty": 0.0, "min_new_tokens": -1}, "(?s)repetition_penalty is 0.0.*min_new_tokens is -1"),
         ({"eos_token_id": "2"}, "eos_token_id is '2'"),
         ({"eos_token_id": [2, 2.5]}, r"eos_token_id is \[2, 2.5\]"),
+        (
+            {"temperature": "1", "top_p": "1", "repetition_penalty": "1"},
+            "(?s)repetition_penalty is '1'.*temperature is '1'",
+        ),
+        ({"pad_token_id": "0"}, "pad_token_id is '0'"),
+        ({"ids": IDS.to("meta")}, "ids or mask are on device meta"),
         ({"temperature": 1.0, "top_k": 0, "top_p": 1.5, "seed": -2}, "(?s)top_k is 0.*top_p is 1.5.*the seed is -2"),
     ],
 )
@@ -87,6 +93,15 @@ def test_from_within_functions_that_it_calls(run, option):
     with pytest.raises(mt.MeshTensorError, match=f"a call of generate, from within {option}"):
         mt.generate(run, IDS, 3, **{option: lambda *_: mt.generate(run, IDS, 1)})
     assert torch.equal(mt.generate(run, IDS, 3), expected)
+
+
+@pytest.mark.parametrize("option", ["logits_processor", "stopping_criteria"])
+def test_functions_that_write_into_the_ids(run, option):
+    def function(ids, scores):
+        ids.zero_()
+        return False if scores is None else scores
+
+    assert torch.equal(mt.generate(run, IDS, 3, **{option: function}), mt.generate(run, IDS, 3))
 
 
 def test_ids_outside_the_vocabulary(run):

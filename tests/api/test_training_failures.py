@@ -74,8 +74,10 @@ def test_what_is_no_loss():
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_loss_with_other_results(count):
     model, x, y = _model()
-    loss = lambda out, target: (F.cross_entropy(out, target), out)  # noqa: E731
-    assert "'main' has 2 results" in refusal(mt.training_step, model, loss, (x, y), accumulate=count)
+    for other in (x, 1):  # also where it is none of the recorded results
+        loss = lambda out, target, other=other: (F.cross_entropy(out, target), other)  # noqa: E731
+        message = refusal(mt.training_step, model, loss, (x, y), accumulate=count)
+        assert "the loss is a tuple, not a tensor" in message
 
 
 def test_what_is_no_tensor_no_schedule_and_no_loss_of_a_module():

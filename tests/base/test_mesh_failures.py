@@ -60,10 +60,10 @@ def test_unknown_axis(call):
     assert "fix: use the axes of the mesh: 'x', 'y'" in message
 
 
-@pytest.mark.parametrize("rank", [-1, 6])
+@pytest.mark.parametrize("rank", [-1, 6, 1.0, "x"])
 def test_rank_out_of_range(rank):
     message = refusal(Mesh({"x": 2, "y": 3}).coordinate, rank)
-    assert f"no device has rank {rank}" in message
+    assert f"no device has rank {rank!r}" in message
     assert "ranks go from 0 to 5" in message
 
 

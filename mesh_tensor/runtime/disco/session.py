@@ -85,7 +85,7 @@ class DiscoSession:
     def put(self, tensor: torch.Tensor) -> Held:
         """A copy of the tensor on worker 0; nothing on the others."""
         self._check_usable()
-        host = as_tvm(tensor.cpu())
+        host = as_tvm(tensor.cpu().resolve_conj().resolve_neg())  # memory is sent as it is
         place = self._call("runtime.disco.empty", tvm_ffi.Shape(host.shape), host.dtype, None, True, False)
         disco.SessionCopyToWorker0(self._session, host, place)
         return self._hold(place)
