@@ -227,3 +227,13 @@ def test_results_without_elements(threads):
         builder.emit_func_output(builder.emit(relax.op.concat([empty, x], axis=0)))
     run = mt.distribute_module(builder.get(), {"x": 2}, {"x": {"x": 1}})
     check(run, builder.get(), [torch.randn(8, 4)], threads(run.mesh))
+
+
+def test_views_that_torch_negates_when_it_reads_them():
+    class Doubled(torch.nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    x = torch.randn(7, 4)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(Doubled(), (x,))), {"d": 2}, {"x": {"d": 0}})
+    assert torch.equal(mt.run_on_disco(run, torch._neg_view(x), threads=True), -2 * x)
