@@ -239,6 +239,20 @@ def expand(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.broadcast_to(x, made))
 
 
+def repeated(node: torch.fx.Node, importer: Any) -> relax.Expr:
+    """So many times along each dim, new leading ones included; dims of size 1 are broadcast so often as an open size
+    says. (TVM's tile takes numbers alone.)"""
+    x, times = arguments(node, importer, 2)
+    times = [importer.env[count] if isinstance(count, torch.fx.Node) else count for count in times]
+    if all(isinstance(count, int) for count in times):
+        return emit(importer, relax.op.tile(x, times))
+    shape = [1] * (len(times) - len(x.struct_info.shape)) + list(x.struct_info.shape)
+    apart = [size for pair in zip([1] * len(shape), shape, strict=True) for size in pair]
+    repeats = [size for pair in zip(times, shape, strict=True) for size in pair]
+    many = emit(importer, relax.op.broadcast_to(emit(importer, relax.op.reshape(x, apart)), repeats))
+    return emit(importer, relax.op.reshape(many, [count * size for count, size in zip(times, shape, strict=True)]))
+
+
 def concat(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """Joined along a dim, in the result's dtype. Tensors of shape (0,) are left out, as torch does."""
     tensors, dim = arguments(node, importer, 1, dim=0)
@@ -281,6 +295,7 @@ SHAPES = {
     "cat.default": concat,
     "empty_permuted.default": uninitialized,
     "expand.default": expand,
+    "repeat.default": repeated,
     "reshape.default": reshaped,
     "stack.default": stacked,
     "tril_indices.default": triangle,

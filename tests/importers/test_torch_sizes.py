@@ -169,3 +169,24 @@ def test_views_of_open_sizes_in_another_order():
     for n in (5, 7):
         x = torch.randn(3, 1, n, 8)
         torch.testing.assert_close(run(x), Heads()(x))
+
+
+def test_what_is_repeated_so_often_as_an_open_size_says():
+    """Learned rows for each of a batch move nothing where the batch is split."""
+
+    class Induced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(1, 3, 4))
+
+        def forward(self, x):
+            size = x.shape[0]
+            return self.rows.repeat(size, 1, 1) @ x.mT, self.rows[0].repeat(size, 2, 1), x.repeat(size, 1, 2)[:size]
+
+    model = Induced()
+    program = torch.export.export(model, (torch.randn(4, 5, 4),), dynamic_shapes=({0: Dim.DYNAMIC},))
+    run = mt.distribute_module(mt.from_torch(program), {"x": 2}, {"x": {"x": 0}}, poison=True)
+    for size in (4, 7):
+        x = torch.randn(size, 5, 4)
+        for found, expected in zip(run(x), model(x), strict=True):
+            torch.testing.assert_close(found, expected.detach())
