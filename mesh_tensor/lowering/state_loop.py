@@ -15,7 +15,7 @@ from mesh_tensor.rules.kernel.statements import RESUMED, TURN, Statement, body_s
 from mesh_tensor.tir.effects import changes_nothing
 from mesh_tensor.tir.rewrite import loop_like, sequence
 
-from .cut import Workspace, make_workspace, with_leading_dim
+from .cut import Workspace, check_padding, make_workspace, with_leading_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,10 @@ class StateLoop:
         self.zero = tirx.IntImm("int32", 0)
 
     def workspace(self, held: LiveRange, name: str) -> Workspace:
-        """A workspace for what a live range holds."""
+        """A workspace for what a live range holds.
+
+        Raises Blocked where that may count past its end, where a workspace reads as 0."""
+        check_padding(held, self.analysis)
         return make_workspace(held, self.analysis, f"{name}_{self.suffix}")
 
     def places(self, made: Workspace) -> Places:

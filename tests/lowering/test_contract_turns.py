@@ -10,7 +10,16 @@ from mesh_tensor.lowering.pipeline import lower_kernel
 from tests.other_machines import machine
 
 from .support import outline
-from .turn_kernels import as_data_say, counted_drops, last_row, of_all_rows, softmax_on_the_way, there_and_back
+from .turn_kernels import (
+    all_from_each,
+    as_data_say,
+    counted_drops,
+    last_row,
+    of_all_rows,
+    softmax_on_the_way,
+    sums_of_blocks,
+    there_and_back,
+)
 
 
 def annotated(func, mesh, dims):
@@ -113,3 +122,33 @@ def test_iterations_that_walk_all_rows_are_not_split(linear, dims):
     func, inputs = of_all_rows(6, 4, linear), [torch.randn(6, 4), torch.randn(6, 4)]
     kernel, alone = compiled(func, {"x": 3}, dims), compiled(func, {"x": 1}, {})
     torch.testing.assert_close(kernel(*inputs), alone(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("width", [8, 10])
+def test_what_a_state_holds_past_its_end_is_not_lost(linear, width):
+    x = torch.randn(12, width)
+    kernel = compiled(sums_of_blocks(12, width, linear), {"x": 3}, {"X": 0, "Y": 0})
+    row, state = torch.zeros(12, 12), torch.ones(3, 4)
+    row[:, :width] = x
+    expected = []
+    for step in row.reshape(12, 3, 4):
+        if linear:
+            state = state * 0.5 + step
+            expected.append(state.sum(1))
+        else:
+            expected.append(state.sum(1))
+            state = torch.tanh(state * 0.5 + 0.3 * state.sum(1, keepdim=True) + step)
+    torch.testing.assert_close(kernel(x), torch.stack(expected)[:, : -(-width // 4)], rtol=1e-4, atol=1e-5)
+    assert ("start" in kernel.explain()) == (width == 8)  # else it is whole
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_programs_that_walk_the_dim_too_are_not_split(linear):
+    func, x = all_from_each(12, linear), torch.randn(12)
+    assert mt.sharding_rule(func).factors["m"].startswith("whole")
+    state = x
+    for step in x:
+        state = state * 0.5 + step if linear else torch.tanh(state * 1.5 + step)
+    kernel = compiled(func, {"x": 3}, {"X": 0, "Y": 0})
+    torch.testing.assert_close(kernel(x), state, rtol=1e-4, atol=1e-5)
