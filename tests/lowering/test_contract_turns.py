@@ -3,19 +3,21 @@ ends with. What a loop does beside that is left to all of them at the same time.
 
 import pytest
 import torch
+from tvm import tirx
 
 import mesh_tensor as mt
 from kernels.recurrences import delta_states, delta_states_reference, recurrent_network, recurrent_network_reference
 from mesh_tensor.lowering.pipeline import lower_kernel
 from tests.other_machines import machine
 
-from .support import outline
+from .support import local_kernels, nodes, outline
 from .turn_kernels import (
     all_from_each,
     as_data_say,
     counted_drops,
     last_row,
     of_all_rows,
+    ordered_pipeline,
     softmax_on_the_way,
     sums_of_blocks,
     there_and_back,
@@ -152,3 +154,13 @@ def test_programs_that_walk_the_dim_too_are_not_split(linear):
         state = state * 0.5 + step if linear else torch.tanh(state * 1.5 + step)
     kernel = compiled(func, {"x": 3}, {"X": 0, "Y": 0})
     torch.testing.assert_close(kernel(x), state, rtol=1e-4, atol=1e-5)
+
+
+def test_an_order_of_statements_is_dropped_where_some_of_them_are():
+    func = ordered_pipeline(64, 4)
+    with machine(1):
+        kernels = local_kernels(lower_kernel(annotated(func, {"x": 2}, {"X": 0, "Y": 0})))
+    loops = [loop for kernel in kernels for loop in nodes(kernel, tirx.For) if "num_stages" in loop.annotations]
+    orders = [list(loop.annotations.get("tl_pipeline_order", [])) for loop in loops]
+    assert orders == [[], [0, 1, 2]]
+    check(func, {"x": 2}, {"X": 0, "Y": 0}, [torch.randn(64, 4)])
