@@ -26,7 +26,7 @@ from mesh_tensor.rules.kernel.states import Best, Stated
 from mesh_tensor.tir.loops import BACKWARD, is_backward
 from mesh_tensor.tir.rewrite import buffer_like, constant, exchange_buffers, fill, over_elements, sequence
 
-from .cut import Workspace, is_live, make_workspace, part_of
+from .cut import Workspace, is_live, part_of
 from .scan_scales import Scale, scale_of
 from .state_loop import Places, StateLoop, resumed
 
@@ -66,7 +66,7 @@ class _Resumer(StateLoop):
         scales = {part: self._workspaces(part, "scale", scale) for part, scale in self.scales.items()}
         starts = {part: self._workspaces(part, "start") for part in self.again}
         after = [part for part in self.scan.carried if is_live(part.held, self.scan.top + 1)]
-        ends = {part: make_workspace(part.held, self.analysis, f"end_{self.suffix}") for part in after}
+        ends = {part: self.workspace(part.held, "end") for part in after}
         first = self._first([w.one for w in (*named.values(), *scales.values())])
         second = self._second(named, scales, starts, ends)
         rest = self._rest({part: w.one for part, w in starts.items()}, ends)

@@ -13,9 +13,9 @@ from mesh_tensor.rules.kernel.scans import Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import RESUMED, TURN, Statement, body_statements
 from mesh_tensor.tir.effects import changes_nothing
-from mesh_tensor.tir.rewrite import loop_like, sequence
+from mesh_tensor.tir.rewrite import loop_like, sequence, without_mark
 
-from .cut import Workspace, make_workspace, with_leading_dim
+from .cut import Workspace, check_padding, make_workspace, with_leading_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,10 @@ class StateLoop:
         self.zero = tirx.IntImm("int32", 0)
 
     def workspace(self, held: LiveRange, name: str) -> Workspace:
-        """A workspace for what a live range holds."""
+        """A workspace for what a live range holds.
+
+        Raises Blocked where that may count past its end, where a workspace reads as 0."""
+        check_padding(held, self.analysis)
         return make_workspace(held, self.analysis, f"{name}_{self.suffix}")
 
     def places(self, made: Workspace) -> Places:
@@ -88,7 +91,7 @@ class StateLoop:
             return self._sequence(stmt, kept, scales)
         if isinstance(stmt, tirx.For):
             body = self._sequence(stmt.body, kept, stmt.loop_var.same_as(self.scan.loop.var))
-            return None if body is None else loop_like(stmt, stmt.extent, body)
+            return None if body is None else _with_fewer(loop_like(stmt, stmt.extent, body), stmt)
         if isinstance(stmt, tirx.IfThenElse):
             then = self._sequence(stmt.then_case, kept, scales)
             other = None if stmt.else_case is None else self._sequence(stmt.else_case, kept, scales)
@@ -110,9 +113,21 @@ class StateLoop:
         return []
 
 
+#: What authors say of a pipeline's statements, one by one.
+_OF_STATEMENTS = ("tl_pipeline_order", "tl_pipeline_stage")
+
+
+def _with_fewer(loop: tirx.For, before: tirx.For) -> tirx.For:
+    """A loop of some of the statements of what it was before: nothing is said of each of them any more."""
+    if len(body_statements(loop.body)) < len(body_statements(before.body)):
+        for mark in _OF_STATEMENTS:
+            loop = without_mark(loop, mark)
+    return loop
+
+
 def resumed(loop: tirx.Stmt, turn: int | None = None) -> tirx.For:
     """The loop, which is resumed; `turn`: as in TURN."""
     if not isinstance(loop, tirx.For):
         raise Blocked("a state is carried by more than a loop")
     marks = {**dict(loop.annotations), RESUMED: True, **({} if turn is None else {TURN: turn})}
-    return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, marks)
+    return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, marks, loop.step)

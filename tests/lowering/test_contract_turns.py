@@ -3,19 +3,23 @@ ends with. What a loop does beside that is left to all of them at the same time.
 
 import pytest
 import torch
+from tvm import tirx
 
 import mesh_tensor as mt
 from kernels.recurrences import delta_states, delta_states_reference, recurrent_network, recurrent_network_reference
 from mesh_tensor.lowering.pipeline import lower_kernel
 from tests.other_machines import machine
 
-from .support import outline
+from .support import local_kernels, nodes, outline
 from .turn_kernels import (
+    all_from_each,
     as_data_say,
     counted_drops,
     last_row,
     of_all_rows,
+    ordered_pipeline,
     softmax_on_the_way,
+    sums_of_blocks,
     there_and_back,
     with_a_copy,
 )
@@ -132,3 +136,43 @@ def test_iterations_that_walk_all_rows_are_not_split(linear, dims):
     func, inputs = of_all_rows(6, 4, linear), [torch.randn(6, 4), torch.randn(6, 4)]
     kernel, alone = compiled(func, {"x": 3}, dims), compiled(func, {"x": 1}, {})
     torch.testing.assert_close(kernel(*inputs), alone(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("width", [8, 10])
+def test_what_a_state_holds_past_its_end_is_not_lost(linear, width):
+    x = torch.randn(12, width)
+    kernel = compiled(sums_of_blocks(12, width, linear), {"x": 3}, {"X": 0, "Y": 0})
+    row, state = torch.zeros(12, 12), torch.ones(3, 4)
+    row[:, :width] = x
+    expected = []
+    for step in row.reshape(12, 3, 4):
+        if linear:
+            state = state * 0.5 + step
+            expected.append(state.sum(1))
+        else:
+            expected.append(state.sum(1))
+            state = torch.tanh(state * 0.5 + 0.3 * state.sum(1, keepdim=True) + step)
+    torch.testing.assert_close(kernel(x), torch.stack(expected)[:, : -(-width // 4)], rtol=1e-4, atol=1e-5)
+    assert ("start" in kernel.explain()) == (width == 8)  # else it is whole
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_programs_that_walk_the_dim_too_are_not_split(linear):
+    func, x = all_from_each(12, linear), torch.randn(12)
+    assert mt.sharding_rule(func).factors["m"].startswith("whole")
+    state = x
+    for step in x:
+        state = state * 0.5 + step if linear else torch.tanh(state * 1.5 + step)
+    kernel = compiled(func, {"x": 3}, {"X": 0, "Y": 0})
+    torch.testing.assert_close(kernel(x), state, rtol=1e-4, atol=1e-5)
+
+
+def test_an_order_of_statements_is_dropped_where_some_of_them_are():
+    func = ordered_pipeline(64, 4)
+    with machine(1):
+        kernels = local_kernels(lower_kernel(annotated(func, {"x": 2}, {"X": 0, "Y": 0})))
+    loops = [loop for kernel in kernels for loop in nodes(kernel, tirx.For) if "num_stages" in loop.annotations]
+    orders = [list(loop.annotations.get("tl_pipeline_order", [])) for loop in loops]
+    assert orders == [[], [0, 1, 2]]
+    check(func, {"x": 2}, {"X": 0, "Y": 0}, [torch.randn(64, 4)])

@@ -203,3 +203,67 @@ def of_all_rows(steps, width, linear):
                     Y[t, j] = state[j] + X[t, j]
 
     return of_all_rows_kernel
+
+
+def sums_of_blocks(steps, width, linear):
+    """Blocks of 4 may reach past a row's end, and what is there goes into their sums."""
+
+    @T.macro
+    def update(state, row, total):
+        if linear:
+            for j in T.Parallel(4):
+                state[j] = state[j] * 0.5 + row[j]
+            T.reduce_sum(state, total, dim=0)
+        else:
+            T.reduce_sum(state, total, dim=0)
+            for j in T.Parallel(4):
+                state[j] = T.tanh(state[j] * 0.5 + total[0] * 0.3 + row[j])
+
+    @T.prim_func
+    def sums_of_blocks_kernel(
+        X: T.Tensor((steps, width), "float32"), Y: T.Tensor((steps, T.ceildiv(width, 4)), "float32")
+    ):
+        with T.Kernel(T.ceildiv(width, 4), threads=32) as bx:
+            state = T.alloc_fragment((4,), "float32")
+            row = T.alloc_fragment((4,), "float32")
+            total = T.alloc_fragment((1,), "float32")
+            T.fill(state, 1.0)
+            for t in T.serial(steps):
+                T.copy(X[t, bx * 4], row)
+                update(state, row, total)
+                Y[t, bx] = total[0]
+
+    return sums_of_blocks_kernel
+
+
+def all_from_each(size, linear):
+    """Each program starts from its own number, and goes through all of them."""
+
+    @T.prim_func
+    def all_from_each_kernel(X: T.Tensor((size,), "float32"), Y: T.Tensor((size,), "float32")):
+        with T.Kernel(size, threads=32) as bx:
+            state = T.alloc_fragment((1,), "float32")
+            state[0] = X[bx]
+            for t in T.serial(size):
+                state[0] = state[0] * 0.5 + X[t] if linear else T.tanh(state[0] * 1.5 + X[t])
+            Y[bx] = state[0]
+
+    return all_from_each_kernel
+
+
+def ordered_pipeline(steps, width):
+    """What its author says of three statements, of which the state needs two."""
+
+    @T.prim_func
+    def ordered_pipeline_kernel(X: T.Tensor((steps, width), "float32"), Y: T.Tensor((steps, width), "float32")):
+        with T.Kernel(1, threads=32):
+            state = T.alloc_fragment((width,), "float32")
+            row = T.alloc_shared((width,), "float32")
+            T.fill(state, 0.1)
+            for t in T.Pipelined(steps, num_stages=2, order=[0, 1, 2], stage=[0, 1, 1]):
+                T.copy(X[t, 0], row)
+                for j in T.Parallel(width):
+                    state[j] = T.tanh(state[j] * 1.5 + row[j])
+                T.copy(state, Y[t, 0])
+
+    return ordered_pipeline_kernel

@@ -15,7 +15,7 @@ from .statements import Kernel, Loop, Statement, describe
 
 def loop_in_order(kernel: Kernel, factor: Factor, loops: Sequence[Loop]) -> tuple[Loop, list[Statement]] | None:
     """The one of the loops in a top-level statement that all of the others are inside of, with its statements; None
-    where it is not the whole statement, or not all of it is understood."""
+    where it is not the whole statement, not all of it is understood, or programs walk the factor, too."""
     inside = [s for s in kernel.statements if any(loop in s.loops for loop in loops)]
     loop = next((loop for loop in loops if all(loop.var in s.vars for s in inside)), None)
     if loop is None or loop.node is None or not takes_whole_blocks(kernel, factor):
@@ -24,7 +24,7 @@ def loop_in_order(kernel: Kernel, factor: Factor, loops: Sequence[Loop]) -> tupl
     if any(s.unknown or s.may_be_skipped for s in body):
         return None
     around = body[0].loops[: body[0].loops.index(loop)]
-    return None if any(x.kind != "grid" for x in around) else (loop, body)
+    return None if any(x.kind != "grid" or x.var in factor.roles for x in around) else (loop, body)
 
 
 def is_of_its_blocks(body: Sequence[Statement], loop: Loop, coordinates: Coordinates, factor: Factor) -> bool:
