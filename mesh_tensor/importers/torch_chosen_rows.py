@@ -64,6 +64,7 @@ class _AllRows:
         self._place = self._to.place
         self._masks = self._to.masks
         self._several: dict[torch.fx.Node, tuple[torch.fx.Node, ...]] = {}  # results, of old nodes that have several
+        self._together: set[torch.fx.Node] = set()  # old nodes without rows that are made of rows, or of their number
         self._nowhere: set[torch.fx.Node] = set()  # old nodes that are False, whatever data says
         self._to.is_smooth = all(is_smooth(node) for node in program.graph.nodes if _has_rows(node))
 
@@ -94,6 +95,7 @@ class _AllRows:
         if isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat)) and free_unbacked_symbols(value):
             return  # what takes it, knows it
         along = {operand: dim for operand in node.all_input_nodes if (dim := rows_of(operand)) is not None}
+        number = None
         if node.target is operator.getitem and args_of(node)[0] in self._several:
             made = self._several[args_of(node)[0]][args_of(node)[1]]
         elif (number := with_number(node, self._again, self._to)) is not None:
@@ -110,6 +112,8 @@ class _AllRows:
             made = self._again(node, args_of(node))
         else:
             raise OtherError
+        if rows_of(node) is None and (along or number is not None or self._together.intersection(node.all_input_nodes)):
+            self._together.add(node)
         if isinstance(made, tuple):
             self._several[node] = made
         else:
@@ -201,7 +205,12 @@ class _AllRows:
             return made
         if not keeps_rows(node, along, result):
             raise OtherError
-        return self._again(node, args_of(node))
+        together = {each: self._to.if_some(self._place[each], mask) for each in self._beside(node)}
+        return self._again(node, torch.fx.map_arg(args_of(node), lambda each: together.get(each, each)))
+
+    def _beside(self, node: torch.fx.Node) -> list[torch.fx.Node]:
+        """The operands without rows that are made of rows."""
+        return [each for each in node.all_input_nodes if each in self._together and each in self._place]
 
     def _where_rows_stand(self, node: torch.fx.Node) -> torch.fx.Node | None:
         """If the node is where rows stand along one of the mask's dims, that, which is noted; None if not."""

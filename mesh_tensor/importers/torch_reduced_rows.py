@@ -84,7 +84,8 @@ def _with_places(kind: str) -> Reduce:
         if args_of(node)[1] % _ndim(args_of(node)[0]) != dim:
             raise OtherError
         both = _neutral(kind)(node, dim, mask, to)
-        return _of_some(to.item(both, 0), mask, to), _rank(to.item(both, 1), mask, to)
+        value, place = to.item(both, 0), _rank(to.item(both, 1), mask, to)
+        return _of_some(value, mask, to), _of_some(place, mask, to)
 
     return made
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .torch_rows_graph import OtherError, RowsGraph, args_of, is_open, symbol_of
+from .torch_rows_graph import OtherError, RowsGraph, args_of, is_open, rows_of, symbol_of
 
 _aten = torch.ops.aten
 _ARITHMETIC = {
@@ -51,8 +51,18 @@ def with_number(node: torch.fx.Node, again: Any, to: RowsGraph) -> torch.fx.Node
         raise OtherError
     meant = node.meta["val"].dtype
     operands = [_number(arg, to) if _is_number(arg) else to.place.get(arg, arg) for arg in args_of(node)]
-    dtype = _computed_in(operands, meant) if node.target in _COMPARISONS else _wide(meant)
-    operands = [_cast(each, dtype, to) if isinstance(each, torch.fx.Node) else each for each in operands]
+    dtype = meant
+    if node.target in _COMPARISONS:
+        dtype = _compared_as(operands)
+        operands = [_cast(each, dtype, to) for each in operands]
+    wide = _wide(dtype)
+    operands = [_cast(each, wide, to) if isinstance(each, torch.fx.Node) else each for each in operands]
+    if (dim := rows_of(node)) is not None:
+        mask = to.mask_of(node.meta["val"].shape[dim])
+        operands = [
+            to.if_some(each, mask) if _is_number(arg) else each
+            for arg, each in zip(args_of(node), operands, strict=True)
+        ]
     made = to.emit({**_ARITHMETIC, **_COMPARISONS}[node.target], *operands)
     return _cast(made, meant, to)
 
@@ -66,13 +76,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.int64
 
 
-def _computed_in(operands: list[Any], meant: torch.dtype) -> torch.dtype:
-    """In what operands are compared."""
-    dtypes = [each.meta["val"].dtype for each in operands if isinstance(each, torch.fx.Node)]
-    tensor, number = dtypes
+def _compared_as(operands: list[Any]) -> torch.dtype:
+    """What a tensor and a number are before they are compared: the tensor's dtype, in which numbers are rounded, or
+    wrap, if it can be."""
+    tensor, number = (each.meta["val"].dtype for each in operands)
     if not tensor.is_floating_point and number.is_floating_point:
         return torch.float32
-    return torch.int64 if tensor == torch.bool else _wide(tensor)
+    return torch.int64 if tensor == torch.bool else tensor
 
 
 def _is_number(arg: Any) -> bool:

@@ -99,6 +99,15 @@ class RowsGraph:
         other = self.emit(_aten.where.self, self.emit(_aten.any.default, flat), other, number)
         return self.kept(rows, dim, mask, other)
 
+    def if_some(self, value: torch.fx.Node, mask: Mask) -> torch.fx.Node:
+        """A value without rows, beside rows: if none is chosen, a number at which gradients are finite. A mean of no
+        rows is NaN, and 0 times NaN would be in gradients of what rows that are left out are made of."""
+        dtype = value.meta["val"].dtype
+        if not dtype.is_floating_point:
+            return value
+        number = self.emit(_aten.scalar_tensor.default, 0.5, dtype=dtype)
+        return self.emit(_aten.where.self, self.emit(_aten.any.default, self.flat(mask)), value, number)
+
     def mask_of(self, size: Any) -> Mask:
         """The mask that chooses as many rows."""
         if (mask := self.masks.get(symbol_of(size))) is None:

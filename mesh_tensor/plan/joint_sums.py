@@ -61,6 +61,8 @@ def _waiting(node: Node, rule: NodeRule, layouts: Layouts, decision: Decision, a
     """The decision in which each of the axes splits what the node sums, if an operand is split there; None where none
     is, or it may not be."""
     mesh, split = decision.produced[0].mesh, dict(decision.split)
+    if decision.after != split:
+        return None  # what it reduces inside comes out in another layout
     for axis in mesh.in_order(axes):
         places = zip(rule.inputs, (layouts.of[value].dim_of(axis) for value in node.inputs), strict=True)
         factors = (factors[place] for factors, place in places if place is not None)

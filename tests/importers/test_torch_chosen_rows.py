@@ -241,8 +241,46 @@ def test_gradients_of_rows_together(body):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_largest_of_no_rows_is_refused():
-    model = Model(lambda model, x: (x[x > 0].max(), x[x > 0].any(), x[x > 0].std()))
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda model, x: ((h := model.layer(x[x[:, 0] > 0])) - h.mean(0)).square().sum(),
+        lambda model, x: ((h := model.layer(x[x[:, 0] > 0])) / h.shape[0]).sum(),
+        lambda model, x: ((h := model.layer(x[x[:, 0] > 0])) @ (h.mean(0)[:, None] + model.layer.weight)).tanh().sum(),
+    ],
+    ids=["less their mean", "by their number", "by what is made of their mean"],
+)
+def test_gradients_of_no_rows_beside_what_they_have_together(body):
+    model = Model(body)
+    made = mt.gradient(mt.from_torch(torch.export.export(model, (X,))), ["layer.weight"])
+    run = mt.distribute_module(made, {"x": 2}, {"layer.weight": {"x": 0}}, poison=True)
+    for x in (X, -X.abs()):
+        (expected,) = torch.autograd.grad(model(x), [model.layer.weight])
+        torch.testing.assert_close(run(x)[1][0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_of_data_are_compared_as_torch_does():
+    """Rounded, or wrapped, as the tensor's dtype has them."""
+
+    def body(model, x):
+        count, most, ints = (x[:, 0] > 0).sum().item(), x.max().item(), (x.abs() * 50).to(torch.uint8)
+        return x.half() == most, x.bfloat16() < most, ints > count - 3, ints.to(torch.int8) < count * 90, ints == most
+
+    model = Model(body)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(model, (X,))), {"x": 2}, {})
+    for x in (X, -X.abs(), X.flip(1)):
+        torch.testing.assert_close(run(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda model, x: (x[x > 0].max(), x[x > 0].any(), x[x > 0].std()),
+        lambda model, x: x[x[:, 0] > 0].min(0).indices,
+    ],
+)
+def test_the_largest_of_no_rows_is_refused(body):
+    model = Model(body)
     run = mt.distribute_module(mt.from_torch(torch.export.export(model, (X,))), {"x": 2}, {})
     with pytest.raises(MeshTensorError, match="keep indices inside the dim"):
         run(-X.abs())
