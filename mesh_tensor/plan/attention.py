@@ -40,7 +40,7 @@ class AttentionParts:
     def apart(self, node: Node, known: Known) -> list[Node] | None:
         """The nodes that it becomes, if it is attention, and they take less."""
         call = of_node(node)
-        if call.name not in _ATTENTION or not is_float(node.inputs[0].type.dtype):
+        if call.name not in _ATTENTION or not is_float(node.inputs[0].type.dtype) or not _has_known_mask(call):
             return None
         is_gradient = node.call.operator == VJP
         operands = _operands(node)
@@ -145,6 +145,12 @@ def _operands(node: Node) -> dict[int, Value]:
     """By their numbers, the operands of attention that a node has: that of which it is the gradient may lack some."""
     given = vjp_of(node.call).given if node.call.operator == VJP else range(len(node.inputs))
     return dict(zip(given, node.inputs, strict=False))
+
+
+def _has_known_mask(call: OpCall) -> bool:
+    """Whether its mask is one that attention is run with: others are refused where it would be."""
+    kind, (queries, keys) = call.attr("causal_mask"), (tensor.shape[1] for tensor in call.inputs[:2])
+    return queries <= keys if kind == "BottomRight" else kind in (None, "TopLeft") and call.attr("window_size") is None
 
 
 def _key(node: Node, what: str) -> tuple:
