@@ -98,7 +98,7 @@ class AttentionParts:
         while node is not None and len(node.inputs) == 1 and class_of(node.call.name) == "view":
             least = min(least, node.inputs[0].type.elements)
             node = self._made.get(node.inputs[0])
-        return value.type.elements // max(1, least)
+        return max(1, value.type.elements // max(1, least))
 
     def _in_parts(
         self, node: Node, operands: dict[int, Value], axes: Sequence[str], nodes: Sequence[Node], known: Known

@@ -172,3 +172,11 @@ def test_tokens_from_a_cache_whose_positions_are_split(heads, stated):
     assert kinds == {"all_reduce"}
     if heads != 4:
         assert received == combined(2 * 4, 8, 2 if heads == 2 else 4)
+
+
+def test_no_keys():
+    q, k, v = (torch.randn(1, 2, n, 4) for n in (3, 0, 0))
+    module = mt.from_torch(torch.export.export(Attention(), (q, k, v, None)), check=False)
+    with machine(1):
+        run = mt.distribute_module(module.mod, {"c": 2}, {"k": {"c": 2}, "v": {"c": 2}}, poison=True)
+        assert torch.equal(run(q, k, v), torch.zeros(1, 2, 3, 4))
