@@ -35,12 +35,13 @@ class AttentionParts:
     def __init__(self, graph: Graph, atoms: Atoms, layouts: Layouts) -> None:
         self._graph, self._atoms, self._layouts = graph, atoms, layouts
         self._made = {value: node for node in graph.nodes for value in node.outputs}
+        self._moved: set[tuple] = set()  # attention that is left as it is: its gradient has the same operands there
         self._decider = Decider(graph.mesh, atoms, layouts, prices=graph.prices)
 
     def apart(self, node: Node, known: Known) -> list[Node] | None:
         """The nodes that it becomes, if it is attention, and they take less."""
         call = of_node(node)
-        if call.name not in _ATTENTION or not is_float(node.inputs[0].type.dtype):
+        if call.name not in _ATTENTION or not is_float(node.inputs[0].type.dtype) or not _has_known_mask(call):
             return None
         is_gradient = node.call.operator == VJP
         operands = _operands(node)
@@ -50,6 +51,7 @@ class AttentionParts:
             if self._in_parts(node, operands, axes, nodes, known) < self._gathered(node, operands, axes):
                 known.update(tried)
                 return nodes
+            self._moved.add(_key(node, "moved"))
         masked = call.name == "nn.attention" and call.attr("causal_mask") is not None
         if masked and self._split(operands[_QUERIES], 1):
             make: Make = _masked_gradient if is_gradient else _masked
@@ -75,10 +77,14 @@ class AttentionParts:
         repeated = {id(operands[n]): self._repeated(operands[n]) for n in (_KEYS, _VALUES) if n in operands}
         split = decision.split
         cost = 0
+        moved = operands.values() if _key(node, "moved") in self._moved else ()
         for value, needed in zip(node.inputs, decision.needed, strict=True):
-            if id(value) in repeated and self._split(operands[_QUERIES], 1):
-                needed = _without(layouts[value], axes)  # queries stay where they are
+            if self._split(operands[_QUERIES], 1):  # queries stay where they are
+                needed = _without(layouts[value], axes) if id(value) in repeated else needed
+                needed = layouts[value] if value is operands[_QUERIES] else needed
                 split = split | dict.fromkeys(self._split(operands[_QUERIES], 1), "q")
+            if value in moved:
+                continue
             whole = not set(axes) & set(needed.as_dict())
             cost += self._change(value, layouts[value], needed) // (repeated.get(id(value), 1) if whole else 1)
         for value, produced in zip(node.outputs, decision.produced, strict=True):
@@ -92,7 +98,7 @@ class AttentionParts:
         while node is not None and len(node.inputs) == 1 and class_of(node.call.name) == "view":
             least = min(least, node.inputs[0].type.elements)
             node = self._made.get(node.inputs[0])
-        return value.type.elements // max(1, least)
+        return max(1, value.type.elements // max(1, least))
 
     def _in_parts(
         self, node: Node, operands: dict[int, Value], axes: Sequence[str], nodes: Sequence[Node], known: Known
@@ -145,6 +151,12 @@ def _operands(node: Node) -> dict[int, Value]:
     """By their numbers, the operands of attention that a node has: that of which it is the gradient may lack some."""
     given = vjp_of(node.call).given if node.call.operator == VJP else range(len(node.inputs))
     return dict(zip(given, node.inputs, strict=False))
+
+
+def _has_known_mask(call: OpCall) -> bool:
+    """Whether its mask is one that attention is run with: others are refused where it would be."""
+    kind, (queries, keys) = call.attr("causal_mask"), (tensor.shape[1] for tensor in call.inputs[:2])
+    return queries <= keys if kind == "BottomRight" else kind in (None, "TopLeft") and call.attr("window_size") is None
 
 
 def _key(node: Node, what: str) -> tuple:

@@ -47,12 +47,19 @@ class Expansion:
         self._values = dict(zip(self.given, self.node.inputs, strict=True))
 
     def nodes(self, make: Make) -> list[Node]:
-        """All of them, in order."""
+        """All of them, in order. A result may be taken by others of them, or be what was there before."""
         results = make(self)
         named: dict[Value, Value] = {}
         for var, result in zip(results, self.node.outputs, strict=True):
-            named[self._values[self.cast(var, result.type.dtype)]] = result
-        return [replace(one, outputs=tuple([named.get(v, v) for v in one.outputs])) for one in self._made]
+            value = self._values[self.cast(var, result.type.dtype)]
+            if value in named or all(value not in one.outputs for one in self._made):
+                value = self._values[self(op.reshape(var, list(result.type.shape)))]
+            named[value] = result
+
+        def again(values: Sequence[Value]) -> tuple[Value, ...]:
+            return tuple([named.get(value, value) for value in values])
+
+        return [replace(one, inputs=again(one.inputs), outputs=again(one.outputs)) for one in self._made]
 
     def wide(self) -> list[relax.Var]:
         """The node's operands, in the dtype in which rows are summed."""

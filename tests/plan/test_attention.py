@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from tvm import relax
 
 import mesh_tensor as mt
 from kernels.models import llama, llama_decoder
@@ -101,6 +102,48 @@ def test_gradients(stated, keys, key_heads, causal):
         assert "all_gather" not in sent(run)[0]
 
 
+class Scored(nn.Module):
+    """Attention of parameters, with a bias for every score."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Parameter(torch.randn(1, 2, n, 4)) for n in (3, 65, 65))
+        self.bias = nn.Parameter(torch.randn(1, 2, 3, 65))
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(self.q * x, self.k, self.v, self.bias)
+
+
+def test_gradient_of_a_bias_that_every_score_has_its_own_of():
+    """It is what the gradients of queries and keys are made of, too."""
+    torch.manual_seed(0)
+    model, inputs = Scored(), (torch.randn(4), torch.randn(1, 2, 3, 4))
+    step = mt.training_step(copy.deepcopy(model), F.mse_loss, inputs, optimizer="sgd", lr=1.0, check=False)
+    with machine(1):
+        run = mt.distribute_module(step, {"c": 3}, {"k": {"c": 2}, "v": {"c": 2}, "bias": {"c": 3}}, poison=True)
+    run(*inputs)
+    assert "all_gather" not in sent(run)[0]
+    F.mse_loss(model(inputs[0]), inputs[1]).backward()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(run.state_dict()[name], (value - value.grad).detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mask", "window", "split"), [(None, 8, "k"), ("TopLeft", 8, "k"), ("Other", None, "k"), ("Other", None, "q")]
+)
+def test_masks_that_attention_is_not_run_with_are_refused(mask, window, split):
+    builder = relax.BlockBuilder()
+    q, k, v = (
+        relax.Var(name, relax.TensorStructInfo((1, n, 2, 4), "float32"))
+        for name, n in zip("qkv", (4, 64, 64), strict=True)
+    )
+    with builder.function("main", [q, k, v]):
+        builder.emit_func_output(builder.emit(relax.op.nn.attention(q, k, v, causal_mask=mask, window_size=window)))
+    stated = {split: {"c": 1}} | ({"v": {"c": 1}} if split == "k" else {})
+    with machine(1), pytest.raises(mt.MeshTensorError, match="nn.attention with causal_mask"):
+        mt.distribute_module(builder.get(), {"c": 2}, stated)(*(torch.randn(1, n, 2, 4) for n in (4, 64, 64)))
+
+
 def test_few_queries_that_are_split_over_the_same_axis():
     """They are gathered, and what they have of all keys is scattered."""
     torch.manual_seed(0)
@@ -129,3 +172,11 @@ def test_tokens_from_a_cache_whose_positions_are_split(heads, stated):
     assert kinds == {"all_reduce"}
     if heads != 4:
         assert received == combined(2 * 4, 8, 2 if heads == 2 else 4)
+
+
+def test_no_keys():
+    q, k, v = (torch.randn(1, 2, n, 4) for n in (3, 0, 0))
+    module = mt.from_torch(torch.export.export(Attention(), (q, k, v, None)), check=False)
+    with machine(1):
+        run = mt.distribute_module(module.mod, {"c": 2}, {"k": {"c": 2}, "v": {"c": 2}}, poison=True)
+        assert torch.equal(run(q, k, v), torch.zeros(1, 2, 3, 4))

@@ -73,6 +73,23 @@ def test_norms_in_low_precision():
     assert (run(x) - exact).abs().max() <= 2 * own
 
 
+class OneRow(nn.Module):
+    """A norm of one dim: the gradient of what is added is the result's."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.randn(64)), nn.LayerNorm(64)
+
+    def forward(self, x):
+        return self.norm(self.scale * x)
+
+
+def test_norm_of_one_dim():
+    torch.manual_seed(0)
+    layouts = {name: {"m": 0} for name in ("scale", "norm.weight", "norm.bias", "x")}
+    stepped(OneRow(), (torch.randn(64), torch.randn(64)), {"m": 3}, layouts)
+
+
 class Attention(nn.Module):
     """Queries see keys up to their own position; fewer heads of keys than of queries."""
 
