@@ -139,10 +139,10 @@ def _linear(kernel: Kernel, coordinates: Coordinates, factor: Factor, loop: Loop
         r: Carried(r, "best", {}, best) for best in find_best(iteration, ranges) for r in (best.best, *best.along)
     }
     groups |= {r: Carried(r, op, {}) for r in ranges if r not in groups and (op := _plain(iteration, r))}
+    groups |= {r: Carried(r, "stated", {}, None, one) for one in find_stated(iteration, ranges) for r in one.held}
     inner = [r for r in ranges if changed_in(r) & factor.roles.keys() != {loop.var}]
     if not groups.keys() >= set(inner):
         return None
-    groups |= {r: Carried(r, "stated", {}, None, one) for one in find_stated(iteration, ranges) for r in one.held}
     found = [groups[r] if r in groups else _carried(iteration, r) for r in ranges]
     known = [part for part in found if part is not None]
     return known if len(known) == len(found) else None
