@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program
-from mesh_tensor.program.steps import KernelStep, Step
+from mesh_tensor.program.steps import KernelStep, Step, of_kinds
 from mesh_tensor.program.verify import held_bytes, peak_bytes
 from mesh_tensor.rules.kernel.cost import unknown_extents
 from mesh_tensor.rules.kernel.reader import read_kernel
@@ -33,19 +34,23 @@ _ONCE = "which data says: they count as once"
 
 def left_out(program: Program) -> tuple[str, ...]:
     """In words, each once."""
-    return tuple(dict.fromkeys(text for step in program.steps for text in _of(step)))
+    return tuple(dict.fromkeys(_left_out(program.steps)))
 
 
-def _of(step: Step) -> Iterator[str]:
-    if isinstance(step, LoopStep):
-        if step.count is None:
-            yield f"how often the steps of loop {step.where} run, {_ONCE}"
-        for inner in step.inner:
-            yield from _of(inner)
-    elif isinstance(step, KernelStep):
-        known = step.func.params[len(step.args) + len(step.scalars) :]
-        if unknown := unknown_extents(read_kernel(step.func), known):
-            yield f"how often loops of kernel {step.name} run ({'; '.join(unknown)}), {_ONCE}"
+def _left_out(steps: Iterable[Step]) -> Iterator[str]:
+    return chain.from_iterable(of_kinds(steps, {LoopStep: _of_loop, KernelStep: _of_kernel}))
+
+
+def _of_loop(step: LoopStep) -> Iterator[str]:
+    if step.count is None:
+        yield f"how often the steps of loop {step.where} run, {_ONCE}"
+    yield from _left_out(step.inner)
+
+
+def _of_kernel(step: KernelStep) -> Iterator[str]:
+    known = step.func.params[len(step.args) + len(step.scalars) :]
+    if unknown := unknown_extents(read_kernel(step.func), known):
+        yield f"how often loops of kernel {step.name} run ({'; '.join(unknown)}), {_ONCE}"
 
 
 def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | PipelineSimulation:
