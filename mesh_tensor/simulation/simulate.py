@@ -160,17 +160,17 @@ class Simulation(Simulated):
 
     @property
     def exposed(self) -> float:
-        """The share of the time that the device waits for collectives."""
+        """The share of the time, 0 to 1, that the device waits for collectives."""
         return max(0.0, self.time - self._called - self.computing) / self.time if self.time else 0.0
 
     @property
     def flops(self) -> int:
-        """Operations of one device."""
+        """Floating-point operations of one device."""
         return sum(cost.flops for cost in self._events.costs)
 
     @cached_property
     def steps(self) -> tuple[StepTime, ...]:
-        """Every step that takes time, or that is waited for."""
+        """Every step that takes time, or that is waited for, in the program's order."""
         return tuple(step for step in self._by_event if step is not None)
 
     @cached_property
@@ -198,22 +198,25 @@ class Simulation(Simulated):
         return groups(self.steps, self.critical_path, self.time, self.without)
 
     def without(self, kinds: Iterable[str] | str) -> float:
-        """The seconds that everything would take if steps of these kinds, or of this one, took none."""
+        """The seconds that everything would take if steps of these kinds, or of this one, took none. Kinds are what
+        `print(simulation)` calls them ("all_reduce"); refused where no step is of such a kind."""
         gone = named_kinds(kinds, {cost.kind for _, cost in self._timed()})
         events = [e._replace(seconds=0.0) if c.kind in gone else e for e, c in self._timed()]
         return play(events, len(self.machine.links), self.machine.busy)[0] + self._called
 
     def why(self, most: int = 3) -> str:
-        """The steps that cost most, what they cost it for, and what would change that."""
+        """The `most` kinds of steps that cost most, what for, and what would change that, in words."""
         check_count(most)
         return why(self.groups()[:most], self)
 
     def trace(self, path: str | Path | None = None) -> dict[str, Any]:
-        """The timeline as Chrome's tracing and Perfetto read it; written to `path` as JSON, if there is one."""
+        """The timeline as Chrome's tracing and Perfetto read it (a dict, times in microseconds); written to `path` as
+        JSON, if there is one: an OSError where that can't be."""
         return trace(self, path)
 
     def page(self, path: str | Path | None = None) -> str:
-        """The timeline as an HTML page that needs nothing else; written to `path`, if there is one."""
+        """The timeline as the text of an HTML page that needs nothing else; written to `path`, if there is one: an
+        OSError where that can't be."""
         return page(self, path)
 
     def __str__(self) -> str:
