@@ -17,7 +17,6 @@ from mesh_tensor.annotations.annotate import annotate
 from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.machine import Machine, Roofline
-from mesh_tensor.program.steps import KernelStep
 from mesh_tensor.simulation import Simulation
 from mesh_tensor.simulation.simulate import check_sizes_known
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -147,7 +146,7 @@ def perceptrons(rows: int, width: int, count: int) -> tuple[ir.IRModule, dict[st
 def kernel_rate(func: tirx.PrimFunc, call: float, *tensors: torch.Tensor) -> float:
     """Operations per second of a kernel on one device, beside what a call takes."""
     run, took = timed_kernel(func, {}, *tensors)
-    flops = sum(step.flops for step in run.program.steps if isinstance(step, KernelStep))
+    flops = sum(step.flops for step in run.program.kernels)
     return flops / max(1e-9, took - call)
 
 

@@ -18,7 +18,7 @@ from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import uncollected
 from mesh_tensor.base.sharding import Partial, Replicate, Shard, Sharding
-from mesh_tensor.program.steps import CollectiveStep
+from mesh_tensor.program.steps import Step
 from mesh_tensor.searching.choices import DATA, MODEL
 from mesh_tensor.searching.pieces import Model, Piece, grown, mixed
 from mesh_tensor.simulation import Simulation
@@ -154,8 +154,8 @@ def _events(run: Simulation, mesh: Mesh, machine: Machine) -> list[Event]:
     """What a fragment does on another mesh, which differs in what is sent over the data axis."""
     found, own = list[Event](), run.program.mesh
     for event, number in zip(run.events, run.numbers, strict=True):
-        step = run.program.steps[number]
-        if event.kind in (SEND, START) and isinstance(step, CollectiveStep) and DATA in step.axes and mesh != own:
+        step = run.program.steps[number].starts
+        if event.kind in (SEND, START) and step is not None and DATA in step.axes and mesh != own:
             was, now = (math.prod(each.size(axis) for axis in step.axes) for each in (own, mesh))
             nbytes = step.bytes * (1 - 1 / now) / (1 - 1 / was)
             event = event._replace(seconds=collective_time(machine, step.kind, nbytes, mesh, step.axes))
@@ -193,6 +193,7 @@ def _twice(events: Sequence[Event], run: Simulation) -> list[Event]:
     return [*made, *(Event(WAIT, 0.0, which) for which in waited)]
 
 
-def _sends(event: Event, step: object, kind: str) -> bool:
+def _sends(event: Event, step: Step, kind: str) -> bool:
     """Whether it is a collective of a kind over the data axis."""
-    return event.kind in (SEND, START) and isinstance(step, CollectiveStep) and step.kind == kind and DATA in step.axes
+    sent = step.starts if event.kind in (SEND, START) else None
+    return sent is not None and sent.kind == kind and DATA in sent.axes

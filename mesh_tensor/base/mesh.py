@@ -14,6 +14,15 @@ from .errors import listing, refuse, shown
 class Mesh:
     """A grid of devices with named axes. Immutable; the order of the axes counts; equal meshes are one object.
 
+    Devices have ranks from 0 to `num_devices - 1`, in row-major order: along the last axis they are neighbours.
+
+    Args:
+        axes: from names of axes to how many devices there are along each, 1 or more; or a Mesh, which comes back.
+
+    Raises:
+        MeshTensorError: there is no axis, a name is no non-empty str, or a size no whole number from 1 up; all that
+            is wrong is listed.
+
     >>> mesh = Mesh({"x": 2, "y": 3})
     >>> mesh.num_devices, mesh.coordinate(4), mesh.rank({"x": 1, "y": 1})
     (6, {'x': 1, 'y': 1}, 4)
@@ -46,7 +55,7 @@ class Mesh:
         return dict(self._axes)
 
     def size(self, axis: str) -> int:
-        """The number of devices along `axis`."""
+        """The number of devices along `axis`. Refused where the mesh has no such axis."""
         if axis not in self:
             self.check_axes((axis,))
         return self._sizes[axis]
@@ -63,13 +72,13 @@ class Mesh:
             )
 
     def in_order(self, axes: str | Iterable[str]) -> tuple[str, ...]:
-        """The axes, each once, in mesh order; a str is one axis."""
+        """The axes, each once, in mesh order; a str is one axis. Refused where the mesh lacks one."""
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
         self.check_axes(wanted)
         return tuple(axis for axis in self.axis_names if axis in wanted)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where the device `rank` sits: axis name -> coordinate."""
+        """Where the device `rank` sits: axis name -> coordinate, from 0 up. Refused where no device has that rank."""
         if not (isinstance(rank, SupportsIndex) and 0 <= rank < self.num_devices):
             refuse(f"no device has rank {rank!r}", where=str(self), fix=f"ranks go from 0 to {self.num_devices - 1}")
         place = {}
@@ -78,7 +87,8 @@ class Mesh:
         return {axis: place[axis] for axis in self.axis_names}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank of the device at `coordinate`, which names every axis."""
+        """The rank of the device at `coordinate`, from 0 up, which names every axis. Refused where it leaves one out,
+        or is outside of the mesh."""
         self.check_axes(coordinate)
         bad = [
             f"no coordinate on axis {axis!r}"

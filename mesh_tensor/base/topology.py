@@ -12,7 +12,16 @@ from .mesh import Mesh
 class Topology:
     """Named meshes, in order. Their devices are disjoint and numbered in that order, unless `devices` says otherwise.
 
-    Immutable; equal and hashed by value.
+    Immutable; equal and hashed by value. `topology["m0"]` is a mesh; iteration gives names.
+
+    Args:
+        meshes: from names to meshes, or to dicts from axes to sizes; or a Topology, which is copied.
+        devices: per mesh the numbers of its devices, from 0 up, in the order of their ranks in it. Two meshes may have
+            a device in common; together they use all numbers up to the largest one.
+
+    Raises:
+        MeshTensorError: no mesh, a name that is no non-empty str, or devices that are not as many as a mesh has, are
+            twice in one, or leave a number out; all that is wrong is listed.
 
     >>> topology = Topology({"m0": {"x": 2}, "m1": {"x": 2, "y": 2}})
     >>> topology.num_devices, topology.devices("m1"), topology.places(3)
@@ -53,12 +62,12 @@ class Topology:
         return sum(map(len, self._devices.values())) == self.num_devices
 
     def devices(self, name: str) -> tuple[int, ...]:
-        """The devices of a mesh, by their rank in it."""
+        """The devices of a mesh, by their rank in it. Refused where no mesh is called so."""
         self[name]
         return self._devices[name]
 
     def places(self, device: int) -> tuple[tuple[str, int], ...]:
-        """The meshes that a device is in, with its rank in each."""
+        """The meshes that a device is in, with its rank in each; none for a number that is no device's."""
         return tuple((name, there.index(device)) for name, there in self._devices.items() if device in there)
 
     def __getitem__(self, name: str) -> Mesh:

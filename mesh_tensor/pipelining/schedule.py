@@ -64,14 +64,31 @@ class Schedule:
 
     @classmethod
     def named(cls, name: str, meshes: int, microbatches: int, chunks: int | None = None) -> Schedule:
-        """One of `SCHEDULES`: so many meshes, microbatches, and stages per mesh (`chunks`)."""
+        """A schedule that has a name, for so many meshes and microbatches.
+
+        Args:
+            name: "gpipe", "1f1b", ...; an unknown one is refused with the list of all.
+            meshes: how many meshes there are.
+            microbatches: how many parts a batch is cut into.
+            chunks: how many stages each mesh has; None: what is usual for the schedule.
+
+        Raises:
+            MeshTensorError: an unknown name, numbers that are no whole ones from 1 up, or that the schedule is not
+                defined for.
+        """
         from .orders import make  # the orders are made of this module's values
 
         return make(name, meshes, microbatches, chunks)
 
     @classmethod
     def of(cls, rows: Iterable[str | Iterable[Action | str]], name: str = "own") -> Schedule:
-        """Of lists of one's own: per mesh its actions, or their texts ("0F0 0F1 0B0 0B1")."""
+        """Of lists of one's own: per mesh its actions, or their texts ("0F0 0F1 0B0 0B1": stage, kind, microbatch).
+
+        Whether it is complete, and can go on, is checked where it is used (`mt.pipeline`).
+
+        Raises:
+            MeshTensorError: something is no list of actions, or no action.
+        """
         given = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, str) else [rows]
         if wrong := [shown(row) for row in given if given == [rows] or not isinstance(row, Iterable)]:
             refuse(
@@ -82,12 +99,13 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:
-        """Of what torch.distributed.pipelining writes: a row per rank. Sends, receives, FSDP are left out."""
+        """Of what torch.distributed.pipelining writes: the text of a CSV with a row per rank. Sends, receives, FSDP are
+        left out. Refused where a cell is no action; all such cells are named."""
 
         return read(text, name)
 
     def to_csv(self) -> str:
-        """As torch.distributed.pipelining reads it ("compute_only"): a row per mesh."""
+        """As torch.distributed.pipelining reads it ("compute_only"): the text of a CSV with a row per mesh."""
         return "".join(",".join(map(str, row)) + "\r\n" for row in self.rows)
 
     @cached_property

@@ -190,7 +190,7 @@ def handed_on_first(
     whole = with_ends(program.steps, values, ends), ()
     storages = {values[name].storage for name in wanted}
     made = [number for number, step in enumerate(work) if storages & _stored(program, step.writes)]
-    if not made or not all(isinstance(step, OpStep) for step in work):
+    if not made or len(program.ops) < len(work):
         return whole
     before, after = work[: made[-1] + 1], work[made[-1] + 1 :]
     free = _not_needed(program, before, storages, kept)

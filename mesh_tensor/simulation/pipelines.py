@@ -81,13 +81,13 @@ class PipelineSimulation(Simulated):
 
     @property
     def bubble(self) -> float:
-        """The share of the time that the meshes don't work, over all of them."""
+        """The share of the time, 0 to 1, that the meshes don't work, over all of them."""
         return self.timeline.bubble
 
     @property
     def exposed(self) -> float:
-        """The share of the time that devices wait for collectives of their mesh, over all of them. Waiting for other
-        meshes is part of the bubble."""
+        """The share of the time, 0 to 1, that devices wait for collectives of their mesh, over all of them. Waiting for
+        other meshes is part of the bubble."""
         if not self.time:
             return 0.0
         waiting = list(self.endings)
@@ -98,7 +98,7 @@ class PipelineSimulation(Simulated):
 
     @property
     def flops(self) -> float:
-        """Operations of one device, in the mean over all."""
+        """Floating-point operations of one device, in the mean over all."""
         rows = self.timeline.rows
         return self._per_device([sum(self._flops(event.action) for event in row) for row in rows])
 
@@ -117,7 +117,8 @@ class PipelineSimulation(Simulated):
 
     def without(self, kinds: Iterable[str] | str) -> float:
         """The seconds that everything would take if what is called so took none: actions of a stage ("0F"), what
-        goes from mesh to mesh ("transfers"), gradients' reductions at the end ("reductions")."""
+        goes from mesh to mesh ("transfers"), gradients' reductions at the end ("reductions"). Refused where nothing is
+        called so."""
         actions = {f"{event.action.stage}{event.action.kind}" for event in self._events.values()}
         return self._played(named_kinds(kinds, actions | {SENT, REDUCED})).end
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mesh_tensor.pipelining.schedule import Schedule
 from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program
-from mesh_tensor.program.steps import KernelStep, Step
+from mesh_tensor.program.steps import KernelStep, Step, of_kinds
 from mesh_tensor.program.verify import held_bytes, peak_bytes
 from mesh_tensor.rules.kernel.cost import unknown_extents
 from mesh_tensor.rules.kernel.reader import read_kernel
@@ -33,19 +34,23 @@ _ONCE = "which data says: they count as once"
 
 def left_out(program: Program) -> tuple[str, ...]:
     """In words, each once."""
-    return tuple(dict.fromkeys(text for step in program.steps for text in _of(step)))
+    return tuple(dict.fromkeys(_left_out(program.steps)))
 
 
-def _of(step: Step) -> Iterator[str]:
-    if isinstance(step, LoopStep):
-        if step.count is None:
-            yield f"how often the steps of loop {step.where} run, {_ONCE}"
-        for inner in step.inner:
-            yield from _of(inner)
-    elif isinstance(step, KernelStep):
-        known = step.func.params[len(step.args) + len(step.scalars) :]
-        if unknown := unknown_extents(read_kernel(step.func), known):
-            yield f"how often loops of kernel {step.name} run ({'; '.join(unknown)}), {_ONCE}"
+def _left_out(steps: Iterable[Step]) -> Iterator[str]:
+    return chain.from_iterable(of_kinds(steps, {LoopStep: _of_loop, KernelStep: _of_kernel}))
+
+
+def _of_loop(step: LoopStep) -> Iterator[str]:
+    if step.count is None:
+        yield f"how often the steps of loop {step.where} run, {_ONCE}"
+    yield from _left_out(step.inner)
+
+
+def _of_kernel(step: KernelStep) -> Iterator[str]:
+    known = step.func.params[len(step.args) + len(step.scalars) :]
+    if unknown := unknown_extents(read_kernel(step.func), known):
+        yield f"how often loops of kernel {step.name} run ({'; '.join(unknown)}), {_ONCE}"
 
 
 def simulate(what: Any, machine: Machine | str | None = None) -> Simulation | PipelineSimulation:
@@ -155,17 +160,17 @@ class Simulation(Simulated):
 
     @property
     def exposed(self) -> float:
-        """The share of the time that the device waits for collectives."""
+        """The share of the time, 0 to 1, that the device waits for collectives."""
         return max(0.0, self.time - self._called - self.computing) / self.time if self.time else 0.0
 
     @property
     def flops(self) -> int:
-        """Operations of one device."""
+        """Floating-point operations of one device."""
         return sum(cost.flops for cost in self._events.costs)
 
     @cached_property
     def steps(self) -> tuple[StepTime, ...]:
-        """Every step that takes time, or that is waited for."""
+        """Every step that takes time, or that is waited for, in the program's order."""
         return tuple(step for step in self._by_event if step is not None)
 
     @cached_property
@@ -193,22 +198,25 @@ class Simulation(Simulated):
         return groups(self.steps, self.critical_path, self.time, self.without)
 
     def without(self, kinds: Iterable[str] | str) -> float:
-        """The seconds that everything would take if steps of these kinds, or of this one, took none."""
+        """The seconds that everything would take if steps of these kinds, or of this one, took none. Kinds are what
+        `print(simulation)` calls them ("all_reduce"); refused where no step is of such a kind."""
         gone = named_kinds(kinds, {cost.kind for _, cost in self._timed()})
         events = [e._replace(seconds=0.0) if c.kind in gone else e for e, c in self._timed()]
         return play(events, len(self.machine.links), self.machine.busy)[0] + self._called
 
     def why(self, most: int = 3) -> str:
-        """The steps that cost most, what they cost it for, and what would change that."""
+        """The `most` kinds of steps that cost most, what for, and what would change that, in words."""
         check_count(most)
         return why(self.groups()[:most], self)
 
     def trace(self, path: str | Path | None = None) -> dict[str, Any]:
-        """The timeline as Chrome's tracing and Perfetto read it; written to `path` as JSON, if there is one."""
+        """The timeline as Chrome's tracing and Perfetto read it (a dict, times in microseconds); written to `path` as
+        JSON, if there is one: an OSError where that can't be."""
         return trace(self, path)
 
     def page(self, path: str | Path | None = None) -> str:
-        """The timeline as an HTML page that needs nothing else; written to `path`, if there is one."""
+        """The timeline as the text of an HTML page that needs nothing else; written to `path`, if there is one: an
+        OSError where that can't be."""
         return page(self, path)
 
     def __str__(self) -> str:

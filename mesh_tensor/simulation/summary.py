@@ -23,12 +23,12 @@ class Simulated:
 
     @property
     def fits(self: Any) -> bool:
-        """Whether the machine's memory holds that."""
+        """Whether `peak_bytes` fit into the memory of one of the machine's devices."""
         return self.peak_bytes <= self.machine.main_memory.size
 
     def utilisation(self: Any, dtype: str, flops: float | None = None) -> float:
-        """The share of the machine's peak on `dtype` that is used; `flops` are the operations that count, of one
-        device (a model's own, say): all of them if they are left out."""
+        """The share of a device's peak on `dtype` ("float16") that is used; `flops` are the operations that
+        count, of one device (a model's own, say): all of them if they are left out."""
         count = self.flops if flops is None else flops
         check_number("flops", count, where="utilisation", fix="give the operations of one device: a number from 0 up")
         peak = self.machine.peak(dtype)

@@ -122,7 +122,7 @@ def in_sections(steps: Sequence[Step]) -> Iterator[tuple[Step, ...]]:
     step of another kind."""
     run: list[Step] = []
     for step in steps:
-        if not isinstance(step, OpStep) and not (run and step.ends):
+        if not is_section([step]) and not (run and step.ends):
             if run:
                 yield tuple(run)
             run = []
@@ -131,6 +131,11 @@ def in_sections(steps: Sequence[Step]) -> Iterator[tuple[Step, ...]]:
             run.append(step)
     if run:
         yield tuple(run)
+
+
+def is_section(run: Sequence[Step]) -> bool:
+    """Whether a run of `in_sections` is of OpSteps."""
+    return isinstance(run[0], OpStep)
 
 
 @dataclass(frozen=True)

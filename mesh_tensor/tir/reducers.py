@@ -18,9 +18,10 @@ from mesh_tensor.base.reductions import REDUCTIONS
 
 from .effects import op_name
 from .nodes import function_name, nodes
+from .regions import Region
 from .rewrite import block_like, exchange_buffers, neutral_element, parallel_nest, sequence, tile_op, with_args
-from .tile_calls import PRODUCTS, parse_tile_op, region
-from .tile_ops import Copy, Fill
+from .tile_calls import parse_tile_op
+from .tile_ops import Copy, Fill, Gemm
 
 _SCOPE = "local.reducer"
 _INFO, _OLD_INFO = "reducer_info_v2", "reducer_info"
@@ -205,7 +206,7 @@ def _im2col(stmt: tirx.Evaluate) -> tirx.Stmt:
     Row m of the matrix is a pixel of the result; column k is a place in the kernel and a channel, the channel fastest.
     What is outside the image is 0."""
     call = stmt.value
-    image, block = region(call.args[0]), region(call.args[1])
+    image, block = Region.of(call.args[0]), Region.of(call.args[1])
     m_step, k_step, kernel, stride, dilation, padding = call.args[2:8]
     i, j = tirx.Var("i", "int32"), tirx.Var("j", "int32")
     m, k = m_step * block.extents[-2] + i, k_step * block.extents[-1] + j
@@ -270,7 +271,7 @@ def _atomic_element(dst: tirx.BufferLoad, src: tirx.BufferLoad, lane: int) -> ti
 _COMPOUND = {
     "tl.tileop.im2col": _im2col,
     "tl.tileop.c2d_im2col": _im2col,
-    **dict.fromkeys(PRODUCTS, _gemm),
+    **dict.fromkeys(Gemm.calls, _gemm),
     "tl.atomic_addx2_elem_op": _atomic_vector(2),
     "tl.atomic_addx4_elem_op": _atomic_vector(4),
 }

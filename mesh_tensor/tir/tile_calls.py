@@ -2,7 +2,7 @@
 
 TileLang keeps `T.copy`, `T.gemm`, ... as opaque calls until its own lowering. Everything that has to understand them
 (the sharding rule, the CPU re-targeting, the interpreter) reads them through :func:`parse_tile_op`, so the layout of
-the calls' arguments is known in this file only.
+the calls' arguments is known in the records only.
 """
 
 from __future__ import annotations
@@ -13,19 +13,10 @@ from mesh_tensor.base.errors import refuse
 
 from .effects import op_name
 from .nodes import nodes
-from .tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose
+from .regions import Region
+from .tile_ops import TILE_OPS, Atomic, TileOp
 
-_ELEMENT_ATOMICS = {
-    "tl.atomic_add_elem_op": "sum",
-    "tl.atomic_max_elem_op": "max",
-    "tl.atomic_min_elem_op": "min",
-    "tl.atomic_or_elem_op": "bitor",
-}
 _PREVIOUS = {"tl.atomic_add_ret_elem_op": "sum", "tl.atomic_max_ret_elem_op": "max", "tl.atomic_min_ret_elem_op": "min"}
-_TILE_ATOMICS = {"tl.tileop.atomicadd": "sum", "tl.tileop.atomicmax": "max", "tl.tileop.atomicmin": "min"}
-_COPIES = ("tl.tileop.copy", "tl.tileop.async_copy", "tl.tileop.tma_copy")
-#: Those that an author pins to an instruction say nothing else: who reads what they make waits for it.
-PRODUCTS = ("tl.tileop.gemm", "tl.tileop.wgmma_gemm", "tl.tileop.tcgen05_gemm")
 #: What is complete where it stands, in place of what need not be; and what says so of a product.
 _AT_ONCE = {
     "tl.tileop.async_copy": "tl.tileop.copy",
@@ -49,33 +40,12 @@ def parse_tile_op(stmt: tirx.Stmt) -> TileOp | None:
     if not isinstance(stmt, tirx.Evaluate) or not isinstance(stmt.value, tirx.Call):
         return None
     call = stmt.value
+    kind = TILE_OPS.get(op_name(call))
     try:
-        return _parsed(call, op_name(call))
+        return None if kind is None else kind.read(op_name(call), call.args)
     except (AttributeError, IndexError, TypeError) as error:
         why = f"its arguments are not those that TileLang gives it ({error})"
         refuse(f"{op_name(call)} is malformed", why=why, fix="write it with tilelang.language")
-
-
-def _parsed(call: tirx.Call, name: str) -> TileOp | None:
-    args = call.args
-    if name in _COPIES:
-        return Copy(region(args[0]), region(args[1]))
-    if name == "tl.tileop.fill":
-        return Fill(region(args[0]), args[1])
-    if name in PRODUCTS and isinstance(args[9], tirx.IntImm):
-        return Gemm(region(args[0]), region(args[1]), region(args[2]), _flag(args[3]), _flag(args[4]), _flag(args[9]))
-    if name == "tl.tileop.reduce":
-        return Reduce(region(args[0]), region(args[1]), _text(args[2]), int(args[3]), _flag(args[4]))
-    if name in _TILE_ATOMICS:
-        return Atomic(region(args[1]), _region_or_value(args[0]), _TILE_ATOMICS[name])
-    if name in _ELEMENT_ATOMICS:
-        return Atomic(_pointee(args[0]), args[1], _ELEMENT_ATOMICS[name])
-    if name in ("tl.tileop.cumsum", "tl.tileop.cummax"):
-        op = "sum" if name.endswith("sum") else "max"
-        return Scan(region(args[0]), region(args[1]), op, int(args[2]), _flag(args[3]))
-    if name == "tl.tileop.transpose":
-        return Transpose(region(args[0]), region(args[1]))
-    return None
 
 
 def completed(body: tirx.Stmt) -> tirx.Stmt:
@@ -113,27 +83,4 @@ def parse_previous(expr: object) -> Atomic | None:
     """The update of one element that an atomic with `return_prev=True` makes; its value is what was there before."""
     if not isinstance(expr, tirx.Call) or op_name(expr) not in _PREVIOUS:
         return None
-    return Atomic(_pointee(expr.args[0]), expr.args[1], _PREVIOUS[expr.op.name])
-
-
-def region(call: tirx.Call) -> Region:
-    """The box that a `tl.region(load, mode, extents...)` call names."""
-    load = call.args[0]
-    return Region(load.buffer, tuple(load.indices), tuple(call.args[2:]))
-
-
-def _pointee(pointer: tirx.Call) -> Region:
-    load = pointer.args[0]
-    return Region(load.buffer, tuple(load.indices), tuple(tirx.IntImm("int32", 1) for _ in load.indices))
-
-
-def _region_or_value(arg: tirx.PrimExpr) -> Region | tirx.PrimExpr:
-    return region(arg) if op_name(arg) == "tl.region" else arg
-
-
-def _flag(arg: object) -> bool:
-    return bool(int(arg)) if isinstance(arg, tirx.IntImm) else bool(arg)
-
-
-def _text(arg: object) -> str:
-    return arg.value if isinstance(arg, tirx.StringImm) else str(arg)
+    return Atomic(Region.at(expr.args[0]), expr.args[1], _PREVIOUS[expr.op.name])

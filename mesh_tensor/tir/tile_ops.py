@@ -1,45 +1,26 @@
-"""TileLang's tile operations as typed records: what each reads and writes, which elements meet, what combines them."""
+"""TileLang's tile operations as typed records: how calls say each, what it reads and writes, which elements meet, what
+combines them. A record that is in `TILE_OPS` is all that rules and lowering have to know of it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from tvm import ir, tirx
+from tvm import tirx
 
+from .effects import op_name
 from .nodes import is_const
+from .regions import Region
 
-_DEPTHS = {"local.fragment": 2, "local": 2, "shared": 1, "shared.dyn": 1, "shared.tmem": 1}  # as TileLang has them
-
-
-@dataclass(frozen=True)
-class Region:
-    """A box of a buffer: `buffer[mins[0] : mins[0] + extents[0], ...]`."""
-
-    buffer: tirx.Buffer
-    mins: tuple[tirx.PrimExpr, ...]
-    extents: tuple[tirx.PrimExpr, ...]
-
-    @property
-    def long_dims(self) -> tuple[int, ...]:
-        """The dims whose extent is not the constant 1: the ones that tile operations pair up in order."""
-        return tuple(d for d, extent in enumerate(self.extents) if not is_const(extent, 1))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all of the buffer."""
-        return all(is_const(low, 0) for low in self.mins) and ir.structural_equal([*self.extents], [*self.buffer.shape])
-
-
-def deeper(src: Region, dst: Region) -> Region:
-    """Whose extents both sides of a copy have: TileLang takes those of the one that is deeper in the memory
-    hierarchy."""
-    return src if _depth(src) >= _depth(dst) else dst
-
-
-def _depth(region: Region) -> int:
-    return _DEPTHS.get(region.buffer.scope(), 0)
+_ELEMENT_ATOMICS = {
+    "tl.atomic_add_elem_op": "sum",
+    "tl.atomic_max_elem_op": "max",
+    "tl.atomic_min_elem_op": "min",
+    "tl.atomic_or_elem_op": "bitor",
+}
+_TILE_ATOMICS = {"tl.tileop.atomicadd": "sum", "tl.tileop.atomicmax": "max", "tl.tileop.atomicmin": "min"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +42,7 @@ Equal = Callable[[tirx.PrimExpr, tirx.PrimExpr], bool]
 class TileOp(ABC):
     """What every tile operation says of itself: `dst[...] = dst[...] op f(sources[...])`, element by element.
 
+    calls      the names of TileLang's calls that say it
     sources    the regions that it reads, in the order of the call's arguments; the region `dst` comes after them
     value      the expression that it reads instead, if any
     reduction  what combines with what is there; None where that is overwritten
@@ -69,6 +51,7 @@ class TileOp(ABC):
     in_order   the dim, of all its regions, along which it goes element by element: nothing walks part of it
     flops      floating-point operations per element"""
 
+    calls: ClassVar[Sequence[str]]
     dst: Region
     value: Region | tirx.PrimExpr | None
     reduction: str | None
@@ -76,6 +59,11 @@ class TileOp(ABC):
     product = False
     in_order: int | None = None
     flops = 0
+
+    @classmethod
+    @abstractmethod
+    def read(cls, name: str, args: Sequence[tirx.PrimExpr]) -> TileOp | None:
+        """The operation that a call of one of `calls` says; None where that is not known here."""
 
     @property
     def sources(self) -> tuple[Region, ...]:
@@ -86,8 +74,16 @@ class TileOp(ABC):
         """The loops that walk its regions. Raises Unmatched where the regions do not pair up, or that is not known."""
 
 
+@dataclass(frozen=True)
 class _OfOneSource(TileOp, ABC):
+    """Its calls have the source first, then `dst`; what else they have is said by `read`."""
+
     src: Region
+    dst: Region
+
+    @classmethod
+    def read(cls, name: str, args: Sequence[tirx.PrimExpr]) -> TileOp:
+        return cls(Region.of(args[0]), Region.of(args[1]))
 
     @property
     def sources(self) -> tuple[Region, ...]:
@@ -99,10 +95,9 @@ class Copy(_OfOneSource):
     """`dst[...] = cast(src[...])`. Dims of extent 1 are dropped on both sides, the others pair up in order. What lies
     outside `src`'s buffer reads as 0; what lies outside `dst`'s buffer is not written."""
 
-    src: Region
-    dst: Region
     value = reduction = None
     clears = False
+    calls = ("tl.tileop.copy", "tl.tileop.async_copy", "tl.tileop.tma_copy")
 
     def elements(self, equal: Equal) -> list[Element]:
         return _paired(self.src, self.dst, equal)
@@ -116,6 +111,11 @@ class Fill(TileOp):
     value: tirx.PrimExpr
     reduction = None
     clears = False
+    calls = ("tl.tileop.fill",)
+
+    @classmethod
+    def read(cls, name: str, args: Sequence[tirx.PrimExpr]) -> Fill:
+        return cls(Region.of(args[0]), args[1])
 
     def elements(self, equal: Equal) -> list[Element]:
         return _everywhere(self.dst)
@@ -136,6 +136,14 @@ class Gemm(TileOp):
     reduction = "sum"
     product = True
     flops = 2
+    calls = ("tl.tileop.gemm", "tl.tileop.wgmma_gemm", "tl.tileop.tcgen05_gemm")
+
+    @classmethod
+    def read(cls, name: str, args: Sequence[tirx.PrimExpr]) -> Gemm | None:
+        if not isinstance(args[9], tirx.IntImm):
+            return None
+        a, b, c = map(Region.of, args[:3])
+        return cls(a, b, c, _flag(args[3]), _flag(args[4]), _flag(args[9]))
 
     @property
     def sources(self) -> tuple[Region, ...]:
@@ -158,13 +166,16 @@ class Reduce(_OfOneSource):
     """Reduce `src` over `dim` into `dst` (that dim is dropped in `dst`, or has extent 1) by one of base.reductions.
     `clears`: `dst` starts at the neutral element, else at its content."""
 
-    src: Region
-    dst: Region
     reduction: str
     dim: int
     clears: bool
     value = None
     flops = 1
+    calls = ("tl.tileop.reduce",)
+
+    @classmethod
+    def read(cls, name: str, args: Sequence[tirx.PrimExpr]) -> Reduce:
+        return cls(Region.of(args[0]), Region.of(args[1]), _text(args[2]), int(args[3]), _flag(args[4]))
 
     def elements(self, equal: Equal) -> list[Element]:
         extents = self.src.extents
@@ -190,6 +201,15 @@ class Atomic(TileOp):
     reduction: str
     clears = False
     flops = 1
+    calls = (*_TILE_ATOMICS, *_ELEMENT_ATOMICS)
+
+    @classmethod
+    def read(cls, name: str, args: Sequence[tirx.PrimExpr]) -> Atomic:
+        return (
+            cls(Region.at(args[0]), args[1], _ELEMENT_ATOMICS[name])
+            if name in _ELEMENT_ATOMICS
+            else cls(Region.of(args[1]), _region_or_value(args[0]), _TILE_ATOMICS[name])
+        )
 
     @property
     def sources(self) -> tuple[Region, ...]:
@@ -203,13 +223,18 @@ class Atomic(TileOp):
 class Scan(_OfOneSource):
     """Cumulative `reduction` (sum, max) of `src` along `dim` into `dst`; from the far end if `reverse`."""
 
-    src: Region
-    dst: Region
     reduction: str
     dim: int
     reverse: bool
     value = None
     clears = False
+    calls = ("tl.tileop.cumsum", "tl.tileop.cummax")
+
+    @classmethod
+    def read(cls, name: str, args: Sequence[tirx.PrimExpr]) -> Scan:
+        return cls(
+            Region.of(args[0]), Region.of(args[1]), name.removeprefix("tl.tileop.cum"), int(args[2]), _flag(args[3])
+        )
 
     @property
     def in_order(self) -> int:  # type: ignore[override]
@@ -226,14 +251,30 @@ class Scan(_OfOneSource):
 class Transpose(_OfOneSource):
     """`dst[j, i] = src[i, j]` over the last two dims."""
 
-    src: Region
-    dst: Region
     value = reduction = None
     clears = False
+    calls = ("tl.tileop.transpose",)
 
     def elements(self, equal: Equal) -> list[Element]:
         *outer, rows, columns = range(len(self.src.extents))
         return _paired(self.src, self.dst, equal, (*outer, columns, rows))
+
+
+_KINDS: tuple[type[TileOp], ...] = (Copy, Fill, Gemm, Reduce, Atomic, Scan, Transpose)
+#: By the names of calls, which operation they say.
+TILE_OPS = {name: kind for kind in _KINDS for name in kind.calls}
+
+
+def _region_or_value(arg: tirx.PrimExpr) -> Region | tirx.PrimExpr:
+    return Region.of(arg) if op_name(arg) == "tl.region" else arg
+
+
+def _flag(arg: object) -> bool:
+    return bool(int(arg)) if isinstance(arg, tirx.IntImm) else bool(arg)
+
+
+def _text(arg: object) -> str:
+    return arg.value if isinstance(arg, tirx.StringImm) else str(arg)
 
 
 def _paired(src: Region, dst: Region, equal: Equal, order: Sequence[int] | None = None) -> list[Element]:

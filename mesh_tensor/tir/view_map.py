@@ -14,8 +14,8 @@ from tvm import tirx
 
 from .memory import is_compact, strides_of
 from .prover import Prover
+from .regions import Region
 from .rewrite import row_by_row
-from .tile_ops import Region
 
 Exprs = Sequence[tirx.PrimExpr]
 _ZERO, _ONE = tirx.IntImm("int32", 0), tirx.IntImm("int32", 1)

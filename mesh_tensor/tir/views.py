@@ -18,8 +18,9 @@ from .linear import loop_ranges
 from .memory import Memory, elements, find_memories, has_equal_bits, is_compact, memories, strides_of
 from .nodes import nodes
 from .prover import Prover
+from .regions import Region, deeper
 from .rewrite import block_like, call_like, guarded, parallel_nest, sequence, with_args, with_body
-from .tile_ops import Atomic, Copy, Fill, Region, deeper
+from .tile_ops import Atomic, Copy, Fill
 from .view_map import ViewMap
 
 _ACCESSES = ["tirx.BufferLoad", "tirx.BufferStore", "tirx.Evaluate", "tirx.Call"]
@@ -151,7 +152,7 @@ class _Resolver:
         if isinstance(record, Atomic) and op_name(stmt.value).endswith("elem_op"):
             return self._element_atomic(stmt)
         regions = [arg for arg in stmt.value.args if op_name(arg) == "tl.region"]
-        if not any(tile_calls.region(arg).buffer in self._maps for arg in regions):
+        if not any(Region.of(arg).buffer in self._maps for arg in regions):
             return None
         rigid = not isinstance(record, (Copy, Fill, Atomic))
         args = [self._region(arg, rigid) if op_name(arg) == "tl.region" else self._expr(arg) for arg in stmt.value.args]
@@ -163,7 +164,7 @@ class _Resolver:
 
     def _region(self, call: tirx.Call, rigid: bool) -> tirx.Call | None:
         """The same region of the base; of a `rigid` operation, which counts dims, with the same dims."""
-        region = tile_calls.region(call)
+        region = Region.of(call)
         if region.buffer in self._maps:
             mapped = self._maps[region.buffer]
             found = mapped.region(region) if mapped.base.dtype == region.buffer.dtype else None
@@ -262,7 +263,7 @@ def _rigid_buffers(func: tirx.PrimFunc) -> set[tirx.Buffer]:
     """The buffers in tile operations that are more than copies and fills."""
     calls = nodes(func.body, tirx.Evaluate)
     rigid = [c.value for c in calls if not isinstance(tile_calls.parse_tile_op(c), (Copy, Fill, type(None)))]
-    return {tile_calls.region(arg).buffer for call in rigid for arg in call.args if op_name(arg) == "tl.region"}
+    return {Region.of(arg).buffer for call in rigid for arg in call.args if op_name(arg) == "tl.region"}
 
 
 def _notes(func: tirx.PrimFunc) -> list[tuple[str, dict]]:

@@ -1,5 +1,8 @@
 """Programs: steps, what they cost, and how long memory lives."""
 
+import re
+from pathlib import Path
+
 import pytest
 from tvm import relax
 
@@ -186,3 +189,11 @@ def test_who_cares_for_some_kinds_gets_these_in_order():
     steps = list(of_every_kind().values())
     found = of_kinds([*steps, *steps], {KernelStep: lambda step: step.name, AllocStep: lambda step: step.storage})
     assert found == ["k", "C", "k", "C"]
+
+
+def test_hardly_anything_asks_which_kind_a_step_is():
+    """What looks at steps goes by what they say, or by a table of meanings."""
+    root = Path(mt.__file__).parent
+    asks = re.compile(r"isinstance\([^()]+, \(?(?:\w+, )*(?:Kernel|Op|Collective|Loop|Wait|Alloc|Free)Step\b")
+    asking = [file.relative_to(root).as_posix() for file in sorted(root.rglob("*.py")) if asks.search(file.read_text())]
+    assert len(asking) <= 5, asking

@@ -10,7 +10,8 @@ from mesh_tensor.targets.cpu.exprs import Bounds
 from mesh_tensor.targets.cpu.tile_ops import TileOps
 from mesh_tensor.targets.interpreter.tiles import _BUILDERS
 from mesh_tensor.tir.effects import INTRINSICS
-from mesh_tensor.tir.tile_ops import Copy, Fill, Gemm, Reduce, Region, TileOp, Transpose, Unmatched
+from mesh_tensor.tir.regions import Region
+from mesh_tensor.tir.tile_ops import TILE_OPS, Copy, Fill, Gemm, Reduce, TileOp, Transpose, Unmatched
 
 OPERANDS = {"fma": 3, "atan2": 2, "copysign": 2, "fmod": 2, "hypot": 2, "nextafter": 2, "pow": 2, "max": 2, "min": 2}
 FLAGS = ("isfinite", "isinf", "isnan")  # tests/targets/cpu/test_values.py has them
@@ -23,6 +24,8 @@ def records(kind=TileOp):
 
 @pytest.mark.parametrize("kind", records(), ids=lambda kind: kind.__name__)
 def test_a_tile_operation_is_a_record_and_a_function_per_target(kind):
+    assert kind.calls
+    assert all(TILE_OPS[name] is kind for name in kind.calls)
     assert kind in _BUILDERS
     assert kind in TileOps(Bounds(), {}, "kernel")._table
 

@@ -30,9 +30,10 @@ from mesh_tensor.tir.plain_statements import (
 )
 from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.reducers import parts_of, without_reducers
+from mesh_tensor.tir.regions import Region
 from mesh_tensor.tir.rewrite import call_like, loop_like, number, sequence, with_indices
 from mesh_tensor.tir.tile_calls import parse_tile_op
-from mesh_tensor.tir.tile_ops import Fill, Region
+from mesh_tensor.tir.tile_ops import Fill
 from mesh_tensor.tir.tile_position import as_helper
 from mesh_tensor.tir.user_reports import mark_prints
 from mesh_tensor.tir.views import resolve_views

@@ -21,8 +21,9 @@ from mesh_tensor.tir.effects import chosen, is_hint, op_name
 from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.nodes import is_const, loads, same_expression
 from mesh_tensor.tir.prover import Prover
+from mesh_tensor.tir.regions import Region
 from mesh_tensor.tir.rewrite import number
-from mesh_tensor.tir.tile_ops import Region, TileOp
+from mesh_tensor.tir.tile_ops import TileOp
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from mesh_tensor.runtime.loops import LoopAction, LoopTiles
 from mesh_tensor.runtime.reshard import reshard_of
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import Records, Section, in_sections, recorded_pairs
+from mesh_tensor.targets.op_steps import Records, Section, in_sections, is_section, recorded_pairs
 from mesh_tensor.targets.tile_memory import empty_tile
 
 from .faults import Faults
@@ -118,7 +118,7 @@ class RankBackend:
     def _run(self, run: Sequence[Step]) -> tuple[FailedAt, Action | None]:
         """What steps that follow each other are here, and which of them raised an error."""
         first = run[0]
-        if not isinstance(first, OpStep):
+        if not is_section(run):
             return lambda _: first, first.mean(self)
         section = Section(run, self.program, self.ranks.rank, self._target, records=self._records, totals=self._totals)
         return section.failed_at, lambda memory: section(memory.held)

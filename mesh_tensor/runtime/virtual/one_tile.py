@@ -15,7 +15,7 @@ from tvm import tirx
 
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.program.program import Program, ProgramValue
-from mesh_tensor.program.steps import AllocStep, CollectiveStep, FreeStep, KernelStep, Step
+from mesh_tensor.program.steps import CollectiveStep, KernelStep, Step
 from mesh_tensor.runtime.backend import Memory
 from mesh_tensor.runtime.placement import Layout, layout_of
 from mesh_tensor.runtime.reshard import Reshard, Tiles, reshard_of
@@ -80,8 +80,8 @@ def _one_tile(program: Program, written: KernelStep, kernel: KernelStep, value: 
     axes = tuple(axis for axis, op in layout.partial if layout.mesh.size(axis) > 1 and op == "sum")
     if not axes or len(axes) < len(layout.partial) or not layout.is_in_mesh_order or value.storage in program.inputs:
         return None
-    collective = users[1] if users[0] is written and len(users) > 1 else None
-    if not isinstance(collective, CollectiveStep) or collective.src != value.name or not collective.wait:
+    collective = users[1].starts if users[0] is written and len(users) > 1 else None
+    if collective is None or collective.src != value.name or not collective.wait:
         return None
     whole, target = layout, program.values[collective.dst]
     for axis in axes:
@@ -119,8 +119,7 @@ def _of_storage(program: Program, storage: str) -> set[str]:
 
 def _users(program: Program, storage: str) -> list[Step]:
     """The steps that read or write a storage, in order."""
-    work = (step for step in program.steps if not isinstance(step, (AllocStep, FreeStep)))
-    return [step for step in work if any(program.values[name].storage == storage for name in step.uses)]
+    return [step for step in program.steps if any(program.values[name].storage == storage for name in step.uses)]
 
 
 def _kernel(program: Program, step: KernelStep, value: ProgramValue, axes: Sequence[str]) -> tirx.PrimFunc | None:

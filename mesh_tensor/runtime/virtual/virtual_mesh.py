@@ -24,7 +24,7 @@ from mesh_tensor.runtime.placement import Layout, layout_of
 from mesh_tensor.runtime.reshard import Reshard, Tiles, reshard_of
 from mesh_tensor.targets.dtypes import torch_dtype
 from mesh_tensor.targets.kernels import Target
-from mesh_tensor.targets.op_steps import Section, differs_by_rank, in_sections, recorded_pairs, tile_calls
+from mesh_tensor.targets.op_steps import Section, differs_by_rank, in_sections, is_section, recorded_pairs, tile_calls
 from mesh_tensor.targets.straight_line import TileCall
 from mesh_tensor.targets.totals import totals_of
 
@@ -101,7 +101,7 @@ class VirtualMesh:
 
     def _run(self, run: Sequence[Step]) -> Action | None:
         """What steps that follow each other are here; several are OpSteps of a mesh's only device."""
-        if not isinstance(run[0], OpStep) or self.program.mesh.num_devices > 1 or self._poison:
+        if not is_section(run) or self.program.mesh.num_devices > 1 or self._poison:
             made, number = run[0].mean(self), self._places[id(run[0])]
             if made is None or not self._compares:
                 return made
@@ -217,8 +217,8 @@ class VirtualMesh:
         values, writes = self.program.values, self.program.last_writes
         users = [s for s in self.program.steps if any(values[name].storage == target for name in s.uses)]
         given = {values[name].storage for p in self.program.parameters for name in (p.input, p.output) if name}
-        alone = all(isinstance(s, KernelStep) or s is collective for s in users)
-        return alone and target not in given and source not in writes
+        others = [s for s in users if s is not collective]
+        return len(only(others, KernelStep)) == len(others) and target not in given and source not in writes
 
     def _change(self, number: int) -> tuple[ProgramValue, ProgramValue, Reshard]:
         (step,) = only((self.program.steps[number],), CollectiveStep)

@@ -17,9 +17,10 @@ from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.tir.effects import written
 from mesh_tensor.tir.memory import strides_of
 from mesh_tensor.tir.nodes import int_or, nodes
+from mesh_tensor.tir.regions import Region
 from mesh_tensor.tir.rewrite import block_like, sequence, with_inner
 from mesh_tensor.tir.tile_calls import parse_tile_op
-from mesh_tensor.tir.tile_ops import Copy, Gemm, Region, TileOp
+from mesh_tensor.tir.tile_ops import Copy, Gemm, TileOp
 
 from .exprs import Bounds, is_pure_index
 

@@ -20,9 +20,10 @@ from mesh_tensor.tir.effects import FIX, FROM, changes_nothing, chosen, op_name,
 from mesh_tensor.tir.grids import without_grid_barriers
 from mesh_tensor.tir.nodes import function_name, is_const, loads, nodes
 from mesh_tensor.tir.reducers import parts_of
+from mesh_tensor.tir.regions import Region
 from mesh_tensor.tir.rewrite import sequence
 from mesh_tensor.tir.tile_calls import parse_tile_op
-from mesh_tensor.tir.tile_ops import Region, TileOp
+from mesh_tensor.tir.tile_ops import TileOp
 from mesh_tensor.tir.user_reports import assert_call, is_print, print_call, without_thread_tests
 
 from .contract import contract_blocks, group_rows

@@ -14,9 +14,10 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.tir.effects import op_name
 from mesh_tensor.tir.memory import strides_of
 from mesh_tensor.tir.nodes import nodes
+from mesh_tensor.tir.regions import Region, deeper
 from mesh_tensor.tir.rewrite import neutral_element, sequence
 from mesh_tensor.tir.tile_calls import parse_previous
-from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose, deeper
+from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Scan, TileOp, Transpose
 
 from .dtypes import compute_dtype
 from .exprs import GEMM, Bounds, LoopRange, all_of, cast, combine, const, if_then, loop_nest, map_children, temporary

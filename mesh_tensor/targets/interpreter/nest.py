@@ -10,8 +10,9 @@ from tvm import tirx
 
 from mesh_tensor.tir.effects import changes_nothing
 from mesh_tensor.tir.nodes import loads, nodes
+from mesh_tensor.tir.regions import Region
 from mesh_tensor.tir.tile_calls import parse_previous, parse_tile_op
-from mesh_tensor.tir.tile_ops import Atomic, Region
+from mesh_tensor.tir.tile_ops import Atomic
 from mesh_tensor.tir.user_reports import is_print
 
 

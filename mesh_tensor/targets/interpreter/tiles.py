@@ -12,7 +12,8 @@ from tvm import tirx
 from mesh_tensor.base.dtypes import numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.reductions import neutral, reduction
-from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Region, Scan, TileOp, Transpose, deeper
+from mesh_tensor.tir.regions import Region, deeper
+from mesh_tensor.tir.tile_ops import Atomic, Copy, Fill, Gemm, Reduce, Scan, TileOp, Transpose
 
 from .access import box_view, read_box, write_box
 from .expressions import compile_expr
