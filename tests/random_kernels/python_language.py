@@ -184,6 +184,11 @@ def _atomic(op: str) -> Callable[..., Any]:
     return atomic
 
 
+def _of_float(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function, for which a literal is a float32, as in TileLang: numpy would take it for a float64 from there on."""
+    return lambda x: function(np.float32(x) if isinstance(x, float) and not isinstance(x, np.generic) else x)
+
+
 def _infinity(dtype: str) -> Any:
     return np.dtype(dtype).type(math.inf)
 
@@ -221,11 +226,7 @@ LANGUAGE = SimpleNamespace(
     max=_maximum,
     min=_minimum,
     abs=abs,
-    exp=np.exp,
-    exp2=np.exp2,
-    log=np.log,
-    floor=np.floor,
-    round=np.round,
+    **{name: _of_float(getattr(np, name)) for name in ("exp", "exp2", "log", "floor", "round")},
     **{f"reduce_{op}": _reduce(op) for op in ("sum", "max", "min", "abssum", "absmax")},
     **{f"atomic_{op}": _atomic({"add": "sum"}.get(op, op)) for op in ("add", "max", "min", "or")},
 )
