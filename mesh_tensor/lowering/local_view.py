@@ -184,15 +184,34 @@ class LocalView(ABC):
         """What was decided, for people."""
 
 
+@dataclass(frozen=True)
+class InTurns:
+    """A loop of which the devices along `axes` make `states` one after the other, the last one first if `backward`."""
+
+    loop: str
+    states: tuple[str, ...]
+    axes: tuple[str, ...]
+    backward: bool
+
+    def __str__(self) -> str:
+        states, axes = ", ".join(self.states), ", ".join(self.axes)
+        first, next_ = ("last", "before") if self.backward else ("first", "after")
+        return (
+            f"along {axes}, from the {first} device on, each makes {states} in its part of loop {self.loop} and hands"
+            f" on how that ends to the one {next_} it, which waits for it; all else in the loop all devices do at once"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Lowered(LocalView):
-    """A kernel in local view. `reading`: in which view it was written."""
+    """A kernel in local view. `reading`: in which view it was written; `in_turns`: what devices wait for."""
 
     func: tirx.PrimFunc
     rule: ShardingRule
     assignment: Assignment
     whole: Mapping[Dim, str]
     reading: Reading
+    in_turns: tuple[InTurns, ...]
 
     def decisions(self) -> Decisions:
         """What was decided, for people."""
@@ -200,11 +219,13 @@ class Lowered(LocalView):
 
 
 def decisions_of(lowered: Lowered) -> Decisions:
-    """In which view the kernel was read and why; factors and what splits them; what could not be split."""
+    """In which view the kernel was read and why; factors and what splits them; what devices take turns for; what could
+    not be split."""
     head = (f"kernel {lowered.name} on {lowered.mesh}", f"rule: {lowered.rule}", str(lowered.reading))
     whole = [f"  {buffer} dim {dim}: {reason}" for (buffer, dim), reason in lowered.whole.items()]
     notes = (("asked to be split, but needed whole", *whole),) if whole else ()
-    return Decisions(head, (("factors", *_factors(lowered)),), notes, asked=lowered.asked)
+    turns = (("devices take turns", *(f"  {loop}" for loop in lowered.in_turns)),) if lowered.in_turns else ()
+    return Decisions(head, (("factors", *_factors(lowered)), *turns), notes, asked=lowered.asked)
 
 
 def _factors(lowered: Lowered) -> list[str]:
