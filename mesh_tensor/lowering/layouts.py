@@ -102,7 +102,7 @@ class _Layouts:
             now = self.tensors[self.current[param]]
             wanted = self.asked.get(param)
             if wanted is None:
-                wanted = now.sharding
+                wanted = now.sharding.plain
                 for axis, _ in now.sharding.partial:
                     wanted = wanted.with_replicate(axis)
             self.current[param] = self._reshard(now, wanted, "the output's layout").name
@@ -167,6 +167,8 @@ class _Layouts:
     def _why(self, param: str, now: Sharding, needed: Sharding, assignment: Assignment) -> str:
         if near := [str(dim) for dim, window in needed.windows if window.stride]:
             return f"what is next to tiles is read along dim {', '.join(near)}"
+        if needed.blocks:
+            return " and ".join(f"tiles of dim {dim} are whole blocks of {block}" for dim, block in needed.blocks)
         if needed.windows:
             return " and ".join(f"of dim {dim} only {_places(window)} is read" for dim, window in needed.windows)
         for dim, axes in enumerate(now.dims):
