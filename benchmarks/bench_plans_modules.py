@@ -15,8 +15,9 @@ from mesh_tensor.program.plan_module import PlanOptions, plan_module
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import CollectiveStep
 
+from . import plan_layers, plan_modules
 from ._timing import header, table
-from .plan_modules import Case, cases
+from .plan_modules import Case
 
 _START = 4096  # bytes: less isn't counted against a plan
 
@@ -39,8 +40,10 @@ class Row:
 
 def planned(case: Case) -> Program:
     """The steps of every device."""
-    mesh = mt.Mesh(case.mesh)
-    stated = mt.read_module_annotations(mt.annotate_module(case.build(), mesh, case.shardings), "main", mesh)
+    mesh, built = mt.Mesh(case.mesh), case.build()
+    if isinstance(built, mt.TrainingStep):
+        return mt.distribute_module(built, mesh, case.shardings).program
+    stated = mt.read_module_annotations(mt.annotate_module(built, mesh, case.shardings), "main", mesh)
     plan = plan_module(stated.module, "main", mesh, stated.annotations, PlanOptions(sub_axes=True), held=case.held)
     return plan.made.program
 
@@ -79,4 +82,4 @@ def report(rows: list[Row]) -> str:
 
 if __name__ == "__main__":
     print(header("Plans of modules"))
-    print(report([measured(case) for case in cases()]))
+    print(report([measured(case) for case in (*plan_modules.cases(), *plan_layers.cases())]))

@@ -30,11 +30,12 @@ class Hand:
 
 @dataclass(frozen=True)
 class Case:
-    """A module with stated layouts on a mesh. `build` gives the module; `held`: weights that are laid out once."""
+    """A module with stated layouts on a mesh. `build` gives the module, or a step of training; `held`: weights that are
+    laid out once."""
 
     module: str
     layout: str
-    build: Callable[[], ir.IRModule]
+    build: Callable[[], ir.IRModule | mt.TrainingStep]
     mesh: Mapping[str, int]
     shardings: Layouts
     hand: Hand

@@ -13,6 +13,7 @@ from mesh_tensor.plan import prices
 
 AT_ONCE = replace(CPU, name="collectives start at once", links=[replace(link, start=0.0) for link in CPU.links])
 SLOW_WORK = replace(CPU, name="operations count", flops={dtype: rate / 1e8 for dtype, rate in CPU.flops.items()})
+WORK_COUNTS = replace(AT_ONCE, flops={dtype: rate / AT_ONCE.flops_per_byte for dtype, rate in AT_ONCE.flops.items()})
 _MACHINES = (CPU, AT_ONCE, SLOW_WORK)
 
 

@@ -113,7 +113,7 @@ def distribute_module(
     elif priority and step is None:
         refuse(f"a priority of {listing(list(priority))} without shardings", fix="state layouts for them")
     options = PlanOptions(
-        replicate_unknown, kernels or {}, check_overlap(overlap), check_indices, machine_named(machine), step is None
+        replicate_unknown, kernels or {}, check_overlap(overlap), check_indices, machine_named(machine), sub_axes=True
     )
     made = MeshModule(
         given,

@@ -148,15 +148,15 @@ def _refined(
 
 
 def plain_sharding(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding | None:
-    """A layout over atoms as one over the dims that they make up, if it is one: only first atoms are split, and evenly
-    where more follow."""
+    """A layout over atoms as one over the dims that they make up, if it is one: all dims are split in contiguous
+    tiles."""
     start, axes, windows = 0, [], []
     for dim, atoms in enumerate(dims):
         windows += [(dim, window)] if (window := sharding.window(start)) is not None else []
-        uneven = len(atoms) > 1 and atoms[0] % sharding.num_shards(start) != 0
-        if uneven or any(sharding.axes_of(p) for p in range(start + 1, start + len(atoms))):
+        contiguous = _contiguous(sharding, start, atoms)
+        if any(sharding.axes_of(p) for p in range(start, start + len(atoms)) if p not in contiguous):
             return None
-        axes.append(sharding.axes_of(start))
+        axes.append(tuple([axis for position in contiguous for axis in sharding.axes_of(position)]))
         start += len(atoms)
     return Sharding(sharding.mesh, len(dims), tuple(axes), sharding.partial, tuple(windows))
 
@@ -166,12 +166,27 @@ def made_plain(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding:
     one atom."""
     start, windows, sharding = 0, sharding.windows, sharding.plain
     for atoms in dims:
-        uneven = len(atoms) > 1 and atoms[0] % sharding.num_shards(start) != 0
-        for position in range(start if uneven else start + 1, start + len(atoms)):
-            for axis in sharding.axes_of(position):
+        contiguous = _contiguous(sharding, start, atoms)
+        for position in range(start, start + len(atoms)):
+            for axis in () if position in contiguous else sharding.axes_of(position):
                 sharding = sharding.with_replicate(axis)
         start += len(atoms)
     return sharding.with_windows(windows) if windows else sharding
+
+
+def _contiguous(sharding: Sharding, start: int, atoms: Sizes) -> range:
+    """Where the atoms of a dim stand that may be split so that tiles are contiguous, as the axes on the dim cut it one
+    after the other: its first one, and the next where every device has one element of those before. Evenly, where there
+    are several."""
+    end = start
+    for size in atoms:
+        shards = sharding.num_shards(end)
+        if len(atoms) > 1 and size % shards:
+            break
+        end += 1
+        if shards < size:
+            break
+    return range(start, end)
 
 
 class _Refinement:

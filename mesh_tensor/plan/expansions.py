@@ -24,12 +24,15 @@ from .reader import Annotations
 _MOST = 3  # plans that are tried
 
 
-def refinements(graph: Graph, atoms: Atoms) -> list[Refinement]:
-    """The meshes in which such an axis is two, those first that are asked for first."""
+def refinements(graph: Graph, atoms: Atoms, layouts: Layouts) -> list[Refinement]:
+    """The meshes in which such an axis is two, those first that are asked for first. An axis that only stores a weight
+    splits nothing of what is computed."""
     found: dict[Refinement, None] = {}
     for value, annotation in graph.annotations.items():
         shape = atoms.shape(value)
         for axis, dim in annotation.sharding.as_dict().items():
+            if axis in layouts.late.get(value, ()):
+                continue
             size, first = graph.mesh.size(axis), shape[atoms.positions(value, dim)[0]]
             major = math.gcd(size, first)
             if len(atoms.of[value][dim]) > 1 and 1 < major < size and axis not in graph.manual:

@@ -142,11 +142,35 @@ def _layouts(graph: Graph, atoms: Atoms, spread: Spread, order: Mapping[str, int
     return layouts
 
 
-def other_turns(graph: Graph, atoms: Atoms, layouts: Layouts) -> list[Late]:
-    """What else may be heard late, where experts and inputs that are split over one axis met, and no weight is only
-    stored: the experts' weights, which are gathered then, or the inputs."""
-    weights, inputs = ({}, {}) if any(layouts.late.values()) else _that_met(graph, atoms, layouts.conflicts)
-    return [weights, inputs] if weights else []
+def other_turns(graph: Graph, atoms: Atoms, layouts: Layouts, made: tuple[Graph, Atoms]) -> list[Late]:
+    """What else may be heard late, where weights and activations that are split over one axis met, and no weight is
+    only stored: experts' weights, which are gathered then, or inputs; activations that came before matrices. `made`:
+    the graph as it was written anew for these layouts."""
+    if any(layouts.late.values()):
+        return []
+    weights, inputs = _that_met(graph, atoms, layouts.conflicts)
+    if weights:
+        return [weights, inputs]
+    before = _before_matrices(graph, atoms, layouts, made)
+    return [before] if before else []
+
+
+def _before_matrices(graph: Graph, atoms: Atoms, layouts: Layouts, made: tuple[Graph, Atoms]) -> Late:
+    """The axes that are stated to split activations and came to a product by their rows, before the columns of a
+    matrix that is stated to be split over the same axis: positions before heads, where norms come last."""
+    weights = set(_weights_and_inputs(graph, atoms)[0])
+    stated = {value: frozenset(annotation.sharding.as_dict()) for value, annotation in graph.annotations.items()}
+    shared = frozenset().union(*(axes for value, axes in stated.items() if value not in weights)) - graph.manual
+    known, root = _roots(graph), _roots(made[0])
+    matrices, gave_way = {known[value] for value in weights}, set[str]()
+    for conflict in layouts.conflicts:
+        rule, axis = made[1].rules[conflict.node], conflict.axis
+        if axis in shared and rule.reduced and conflict.other not in rule.reduced:
+            for value, factors in zip(conflict.node.inputs, rule.inputs, strict=True):
+                place = layouts.of[value].dim_of(axis)
+                if root.get(value) in matrices and place is not None and factors[place] == conflict.other:
+                    gave_way.add(axis)
+    return {value: axes & gave_way for value, axes in stated.items() if value not in weights and axes & gave_way}
 
 
 def _that_met(graph: Graph, atoms: Atoms, conflicts: Collection[Conflict]) -> tuple[Late, Late]:
@@ -214,14 +238,10 @@ def _weights_and_inputs(graph: Graph, atoms: Atoms, stacked: bool = False) -> tu
     """The annotated values that are parameters, perhaps turned or cast: those which what they meet first leads (a
     matrix that rows are multiplied with, a bias, a scale, a table), and the others. `stacked`: several matrices, with
     which the same rows are multiplied, are led by what is computed, or leads elsewhere."""
-    root = {value: value for value in graph.params}
+    root = _roots(graph)
     led: dict[Value, bool] = {}
     for node in graph.nodes:
-        met = [value for value in node.inputs if value in root]
-        if not met:
-            continue
-        if len({value for value in node.inputs if value.data is None}) == 1:
-            root.update(dict.fromkeys(node.outputs, root[met[0]]))
+        if root.keys().isdisjoint(node.inputs) or not root.keys().isdisjoint(node.outputs):
             continue
         rule = atoms.rules[node].rule
         places: Sequence[int] = range(len(node.inputs))
@@ -239,6 +259,16 @@ def _weights_and_inputs(graph: Graph, atoms: Atoms, stacked: bool = False) -> tu
         if value in root:
             found[0 if led.get(root[value]) else 1].append(value)
     return found
+
+
+def _roots(graph: Graph) -> dict[Value, Value]:
+    """Of parameters, and of what is made of one of them alone (turned, cast): the parameter."""
+    root = {value: value for value in graph.params}
+    for node in graph.nodes:
+        met = [value for value in node.inputs if value in root]
+        if met and len({value for value in node.inputs if value.data is None}) == 1:
+            root.update(dict.fromkeys(node.outputs, root[met[0]]))
+    return root
 
 
 def _lead(rule: OpRule, position: int) -> tuple[int, int, int]:

@@ -174,7 +174,7 @@ def plan_module(
     plan = planned(mesh, annotations)
     if base is not None and base != mesh:
         return replace(plan, base=base)
-    found = refinements(plan.graph, plan.atoms) if options.sub_axes else []
+    found = refinements(plan.graph, plan.atoms, plan.layouts) if options.sub_axes else []
     if others := [planned(made.mesh, refined_annotations(annotations, made)) for made in found]:
         plan = min([plan, *others], key=lambda tried: cost_of(tried.explicit))
     return replace(plan, base=mesh)
@@ -247,7 +247,7 @@ _LaidOut = tuple[Graph, Atoms, Layouts, ExplicitGraph]
 def _laid_out(graph: Graph, atoms: Atoms, options: PlanOptions) -> _LaidOut:
     """The graph as it is best written for the layouts of its values, these, and every change of layout."""
     made = _heard(graph, atoms, options)
-    others = [_heard(graph, atoms, options, late) for late in other_turns(graph, atoms, made[2])]
+    others = [_heard(graph, atoms, options, late) for late in other_turns(graph, atoms, made[2], made[:2])]
     return min([made, *others], key=lambda tried: cost_of(tried[-1])) if others else made
 
 

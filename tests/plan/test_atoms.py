@@ -1,5 +1,7 @@
 """Dims refined to atoms: what reshapes merge and split stays split."""
 
+import math
+
 import pytest
 import torch
 from tvm import relax
@@ -44,3 +46,26 @@ def test_layouts_over_atoms_have_a_name_where_tiles_are_contiguous():
     assert str(made_plain(inner, whole)) == "R, R"
     uneven = mt.Sharding.parse(mt.Mesh({"x": 3}), 3, "S[1]")
     assert plain_sharding(uneven, whole) is None
+
+
+@pytest.mark.parametrize(
+    ("atoms", "split", "named"),
+    [
+        ((2, 6), "S[0], S[1]", "S[0], S[0]"),
+        ((2, 6), "S[1], S[0]", "S[0:1], S[0]"),  # the device's place along y comes first
+        ((1, 2, 6), "S[1], S[2]", "S[0], S[0]"),
+        ((4, 6), "S[0], S[1]", None),  # every device has parts of two of the first
+        ((2, 3), "S[0], S[1]", None),  # uneven in every one of the first
+    ],
+)
+def test_atoms_that_are_split_one_after_the_other_have_a_name(atoms, split, named):
+    mesh = mt.Mesh({"x": 2, "y": 2})
+    sharding = mt.Sharding.parse(mesh, len(atoms), split)
+    plain = plain_sharding(sharding, (atoms,))
+    assert (plain and str(plain)) == named
+    if plain is not None:
+        assert made_plain(sharding, (atoms,)) == sharding
+        x = torch.arange(math.prod(atoms))
+        taken_apart = mt.distribute(x.view(atoms), mesh, sharding).tiles()
+        for tile, other in zip(mt.distribute(x, mesh, plain).tiles(), taken_apart, strict=True):
+            assert torch.equal(tile, other.flatten())

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import mesh_tensor as mt
 from kernels.for_modules import FASTER_ON_CPU
@@ -137,6 +138,36 @@ def test_llama_sequence_parallel():
     model, inputs, run = distributed(llama, config, {"model": 2}, both)
     check(model, inputs, run)
     assert collectives(run) == {"all_gather": 2 * config.layers, "reduce_scatter": 2 * config.layers}
+
+
+class NormedAfter(llama.Block):
+    """A block whose norms come last."""
+
+    def forward(self, x, cos, sin):
+        x = self.input_norm(x + self.attn(x, cos, sin))
+        return self.mlp_norm(x + self.mlp(x))
+
+
+@pytest.mark.parametrize("sizes", [(8, 64), (2, 6)])
+def test_sequence_parallel_where_norms_come_last(sizes):
+    """Positions come to the layers of heads before their weights are heard; no weight is gathered for that."""
+    config = llama.Config(layers=1)
+    layer, (batch, positions) = NormedAfter(config), sizes
+    inputs = torch.randn(batch, positions, config.width), *torch.randn(2, positions, config.head_size)
+    module = mt.from_torch(torch.export.export(layer.eval(), inputs), check=False)
+    split = {name.removeprefix("layers.0."): dims for name, dims in llama.tensor_parallel(config, "model").items()}
+    stated = split | {"x": {"model": 1}, "mlp_norm": {"model": 1}}
+    run = mt.distribute_module(module, {"model": 2}, stated, poison=True)
+    torch.testing.assert_close(run(*inputs), layer(*inputs).detach(), rtol=1e-4, atol=1e-4)
+    assert collectives(run) == {"all_gather": 2, "reduce_scatter": 2}
+    step = mt.training_step(layer, F.mse_loss, (*inputs, inputs[0]), optimizer="sgd", lr=0.1, check=False)
+    trained = mt.distribute_module(step, {"model": 2}, stated | {"target": {"model": 1}}, poison=True)
+    loss = F.mse_loss(layer(*inputs), inputs[0])
+    loss.backward()
+    torch.testing.assert_close(trained(*inputs, inputs[0]), loss.detach(), rtol=1e-4, atol=1e-4)
+    state = trained.state_dict()
+    for name, weight in layer.named_parameters():
+        torch.testing.assert_close(state[name], (weight - 0.1 * weight.grad).detach(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dim", [0, -1])

@@ -1,15 +1,15 @@
 """Sub-axes: an axis splits two factors, because users state so or because that takes less."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 from tvm import relax
 
 import mesh_tensor as mt
 from kernels.models import llama
-from tests.other_machines import AT_ONCE, planned_for
+from tests.other_machines import WORK_COUNTS, planned_for
 
 from .modules import function, kinds, layouts, planned
 
@@ -117,11 +117,10 @@ def test_a_module_annotated_for_the_whole_axis_is_not_annotated_for_parts():
 @pytest.mark.parametrize("mesh", [{"m": 8}, {"d": 2, "m": 8}])
 def test_more_devices_than_key_heads(mesh):
     """Four key heads on eight devices: pairs of devices split the queries of one."""
-    slow = replace(AT_ONCE, flops={dtype: rate / AT_ONCE.flops_per_byte for dtype, rate in AT_ONCE.flops.items()})
     config = llama.Config(vocabulary=32, width=64, hidden=128, heads=16, key_heads=4, layers=1, batch=2, positions=8)
     model, inputs = llama.build(config).eval(), llama.example_inputs(config)
     made = mt.from_torch(torch.export.export(model, inputs), check=False)
-    with planned_for(slow):
+    with planned_for(WORK_COUNTS):
         run = mt.distribute_module(made.mod, mesh, llama.tensor_parallel(config, "m"), weights=made.params, poison=True)
     assert {"m:(1)4", "m:(4)2"} <= set(run.plan.graph.mesh)
     with torch.no_grad():
@@ -132,6 +131,36 @@ def test_more_devices_than_key_heads(mesh):
     model.load_state_dict({name: 2 * tensor for name, tensor in state.items()})
     with torch.no_grad():
         torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("mesh", "accumulate"), [({"m": 8}, 1), ({"d": 2, "m": 4}, 2)])
+def test_training_with_more_devices_than_key_heads(mesh, accumulate):
+    """Gradients of what pairs share are summed by pairs: nothing else is sent than by hand."""
+    heads = mesh["m"] // 2
+    config = llama.Config(
+        vocabulary=16, width=128, hidden=128, heads=4 * heads, key_heads=heads, layers=1, batch=4, positions=16
+    )
+    torch.manual_seed(1)
+    model, ids, wanted = llama.build(config), *torch.randint(16, (2, 4, 16))
+
+    def loss(y, wanted):
+        return F.cross_entropy(y.flatten(0, 1), wanted.flatten())
+
+    step = mt.training_step(model, loss, (ids, wanted), lr=0.05, accumulate=accumulate, check=False)
+    layouts = llama.tensor_parallel(config, "m") | {name: {"d": 0} for name in ("tokens", "target") if "d" in mesh}
+    run = mt.distribute_module(step, mesh, layouts, poison=True, machine=WORK_COUNTS)
+    assert len([axis for axis in run.plan.graph.mesh if axis.startswith("m:")]) == 2
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for _ in range(2):
+        expected = loss(model(ids), wanted)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(run(ids, wanted), expected.detach(), rtol=1e-4, atol=1e-4)
+    sent = [step for step in run.program.steps if hasattr(step, "kind") and "d" not in step.axes]
+    whole, pairs = ([step for step in sent if len(step.axes) == count] for count in (2, 1))
+    assert [step.kind for step in whole] == ["all_reduce"] * 4 * accumulate
+    assert sum(step.bytes for step in pairs) < 0.1 * sum(step.bytes for step in whole)
 
 
 def test_explicit_plans_keep_the_mesh():

@@ -17,6 +17,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank():
     run(partial(bodies.not_finite_on_one_rank, size=2), 2)
 
 
+def test_parts_of_an_axis():
+    run(partial(bodies.parts_of_an_axis, size=4), 4)
+
+
 def test_saved_by_four_and_loaded_by_others(tmp_path):
     losses = run(partial(bodies.save, size=4, folder=str(tmp_path)), 4)
     assert len(set(losses)) == 1

@@ -6,10 +6,11 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 import mesh_tensor as mt
+from tests.other_machines import WORK_COUNTS
 from tests.refusals import refusal
 
 from .support import pure
@@ -78,6 +79,37 @@ def as_on_the_virtual_mesh(rank, size, zero, layout):
             assert torch.equal(part.full_tensor(), whole[name]), name
     message = refusal(lambda: run.load_state_dict({**parts, "wait": parts["up.bias"]}))
     assert "there is no 'wait'" in message
+
+
+class Grouped(nn.Module):
+    """Attention of four heads, of which two each share a head of keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv, self.o = nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        q, kv = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.q, self.kv))
+        return self.o(F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+def parts_of_an_axis(rank, size):
+    """Two heads of keys on four ranks, in pairs: losses and state as on the virtual mesh."""
+    torch.manual_seed(2)
+    x, y = torch.randn(2, 2, 4, 8)
+    step = mt.training_step(Grouped(), F.mse_loss, (x, y), optimizer="sgd", lr=0.1, check=False)
+    layouts = {"q.weight": {"m": 0}, "kv.weight": {"m": 0}, "o.weight": {"m": 1}}
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("m",))
+    expected, run = (mt.distribute_module(step, on, layouts, machine=WORK_COUNTS) for on in ({"m": size}, mesh))
+    for _ in range(2):
+        assert torch.equal(run(x, y), expected(x, y))
+    assert list(run.plan.graph.mesh) == ["m:(1)2", "m:(2)2"]
+    whole, parts = expected.state_dict(), run.state_dict()
+    for name, layout in layouts.items():
+        assert parts[name].placements == (Shard(layout["m"]),)
+        assert torch.equal(parts[name].full_tensor(), whole[name])
+    run.load_state_dict(parts)
+    assert torch.equal(run(x, y), expected(x, y))
 
 
 def save(rank, size, folder):

@@ -1,0 +1,78 @@
+"""More modules whose plans are compared with those that people make by hand: blocks whose norms come last, and steps of
+training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mesh_tensor as mt
+from kernels.models import llama
+
+from .plan_modules import Case, Hand, Layouts, from_model, gathered, reduced
+
+
+class NormedAfter(llama.Block):
+    """A block whose norms come last, as in BERT and OLMo 2."""
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """(batch, positions, width) -> the same."""
+        x = self.input_norm(x + self.attn(x, cos, sin))
+        return self.mlp_norm(x + self.mlp(x))
+
+
+def cases() -> list[Case]:
+    """All rows."""
+    return [*normed_after(), *few_key_heads()]
+
+
+def trained(
+    make: Callable[[], nn.Module], loss: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> Callable[[], mt.TrainingStep]:
+    """A step of training by gradients alone."""
+    return lambda: mt.training_step(make(), loss, inputs, optimizer="sgd", lr=0.1, check=False)
+
+
+def _of_block(split: Layouts) -> dict[str, Any]:
+    return {name.removeprefix("layers.0."): dims for name, dims in split.items() if name.startswith("layers.0.")}
+
+
+def normed_after() -> list[Case]:
+    """Positions beside heads, where no norm stands before the layers."""
+    config = llama.Config(width=256, hidden=768, heads=8, key_heads=4, layers=1, batch=8, positions=64)
+    stream = config.batch * config.positions * config.width
+    x, tables = torch.randn(config.batch, config.positions, config.width), torch.randn(2, config.positions, 32)
+    split = _of_block(llama.tensor_parallel(config, "m")) | {"x": {"m": 1}, "mlp_norm": {"m": 1}}
+    make = partial(NormedAfter, config)
+    why = "an all-gather before, a reduce-scatter after each part"
+    forward = Hand(4 * gathered(stream, 4), 4, why)
+    back = Hand(9 * gathered(stream, 4), 9, f"{why}; back the same, but for the inputs' gradient; inputs once more")
+    step = trained(make, F.mse_loss, x, *tables, torch.randn_like(x))
+    name = "LLaMA block, norms last"
+    return [
+        Case(name, "TP + SP", partial(from_model, make, x, *tables), {"m": 4}, split, forward),
+        Case(f"{name}, trained", "TP + SP", step, {"m": 4}, split | {"target": {"m": 1}}, back),
+    ]
+
+
+def few_key_heads() -> list[Case]:
+    """Fewer key heads than devices, in training."""
+    config = llama.Config(
+        vocabulary=512, width=512, hidden=1024, heads=16, key_heads=4, layers=1, batch=8, positions=64
+    )
+    stream = config.batch * config.positions * config.width
+    keys = stream // 4
+
+    def loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(y.flatten(0, 1), target.flatten())
+
+    why = "pairs of devices exchange the halves of a key head, and of its gradient"
+    hand = Hand(4 * reduced(stream, 8) + 4 * gathered(2 * keys // 8, 2), 8, why)
+    ids = torch.randint(512, (2, config.batch, config.positions))
+    step = trained(partial(llama.build, config), loss, *ids)
+    return [Case("LLaMA, 4 key heads, trained", "TP on 8", step, {"m": 8}, llama.tensor_parallel(config, "m"), hand)]
