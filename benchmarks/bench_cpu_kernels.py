@@ -102,7 +102,7 @@ CASES = (
     ),
     Case(
         "embedding of 4096 tokens, 1024 features",
-        lambda: embedding(4096, 65536, 1024, block_N=256),
+        lambda: embedding(4096, 65536, 1024, block_N=1024),
         lambda: [torch.randint(0, 65536, (4096,)).int(), torch.randn(65536, 1024)],
         lambda ids, table: F.embedding(ids, table),
     ),

@@ -5,6 +5,7 @@ import pytest
 import tilelang.language as T
 import torch
 
+import mesh_tensor as mt
 from kernels.schedules import causal_product
 from tests.kernels.adversarial.grids import grouped_matmul, persistent_matmul
 from tests.other_machines import machine
@@ -102,3 +103,36 @@ def test_what_would_move_more_is_gathered():
         "slice(C, dim 0, x)",
     ]
     torch.testing.assert_close(run(func, {"x": 4}, rows, s, v), s.triu() @ v, rtol=1e-4, atol=1e-4)
+
+
+def added_product(rows, dim, block):
+    """`C += triu(S) @ V`, in blocks of rows."""
+
+    @T.prim_func
+    def added(
+        S: T.Tensor((rows, rows), "float32"), V: T.Tensor((rows, dim), "float32"), C: T.Tensor((rows, dim), "float32")
+    ):
+        with T.Kernel(T.ceildiv(rows, block), threads=32) as by:
+            s = T.alloc_shared((block, block), "float32")
+            v = T.alloc_shared((block, dim), "float32")
+            total = T.alloc_fragment((block, dim), "float32")
+            T.copy(C[by * block, 0], total)
+            for k in T.serial(by, T.ceildiv(rows, block)):
+                T.copy(S[by * block, k * block], s)
+                T.copy(V[k * block, 0], v)
+                for i, j in T.Parallel(block, block):
+                    s[i, j] = T.if_then_else(k * block + j >= by * block + i, s[i, j], 0)
+                T.gemm(s, v, total)
+            T.copy(total, C[by * block, 0])
+
+    return added
+
+
+@pytest.mark.parametrize("target", ["c", "interpret"])
+def test_what_is_updated_in_place(target):
+    """What was there counts once, and the tensor that is given holds the result."""
+    c = torch.randn(30, 6)
+    expected = c + S.triu() @ V
+    kernel = mt.compile(mt.annotate(added_product(30, 6, 4), mt.Mesh({"x": 3}), ROWS), target=target)
+    torch.testing.assert_close(kernel(S, V, c), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(c, expected, rtol=1e-5, atol=1e-5)
