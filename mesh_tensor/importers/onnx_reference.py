@@ -4,8 +4,10 @@ differ from what onnx's documents say."""
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,30 @@ def _operators(model: Any) -> list[Any]:
                 return lambda x: np.maximum(x, 0)
             return super().choose_act(name, alpha, beta)
 
-    old = any(not opset.domain and opset.version < 14 for opset in model.opset_import)
+    version = next((opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), 1)
     one = all(len(node.output) == 1 for node in model.graph.node if node.op_type == "BatchNormalization")
-    return [GatherElements, RNN, *([BatchNormalization] if old and one else [])]
+    batch_norms = [BatchNormalization] if version < 14 and one else []
+    return [GatherElements, RNN, *batch_norms, *(_of_all_behind(run) if version < 13 else [])]
+
+
+def _of_all_behind(run: Any) -> list[Any]:
+    """Softmax and its like as they are before opset 13: over `axis` and all dims behind it, as one. The reference takes
+    them for the newer ones, over `axis` alone."""
+
+    def operator(name: str, function: Callable[[np.ndarray], np.ndarray]) -> Any:
+        def _run(self: Any, x: np.ndarray, **_options: Any) -> tuple[np.ndarray]:  # of which -1 is the newer default
+            dim = next((one.i for one in self.onnx_node.attribute if one.name == "axis"), 1) % x.ndim
+            rows = x.reshape(math.prod(x.shape[:dim]), -1)
+            return (function(rows).reshape(x.shape).astype(x.dtype),)
+
+        return type(name, (run,), {"_run": _run})
+
+    def largest(rows: np.ndarray) -> np.ndarray:
+        return np.arange(rows.shape[1]) == rows.argmax(1)[:, None]
+
+    def probabilities(rows: np.ndarray) -> np.ndarray:
+        powers = np.exp(rows - rows.max(1, keepdims=True))
+        return powers / powers.sum(1, keepdims=True)
+
+    functions = {"Softmax": probabilities, "LogSoftmax": lambda rows: np.log(probabilities(rows)), "Hardmax": largest}
+    return [operator(*one) for one in functions.items()]

@@ -277,12 +277,20 @@ def _dtype_of_parts(node: torch.fx.Node) -> str:
 
 
 def _fft(kind: str, node: torch.fx.Node, importer: Any) -> Any:
-    source, dims, normalization, option = node.args
+    """The result's sizes are the operand's, which may be open, but for the last dim that is transformed."""
+    args: Any = node.args
+    source, given, normalization, option = args
     x = importer.env[source] if kind == "r2c" else _stacked(importer, pair_of(importer, source))
-    meant = node.meta["val"]
-    shape = [*meant.shape, *([2] if kind != "c2r" else [])]
-    dims = [dim % meant.dim() for dim in dims]  # type: ignore[union-attr]
-    made = emit(importer, fft_call(x, kind, dims, normalization, int(option), shape))  # type: ignore[arg-type]
+    sizes = list(x.struct_info.shape)[: node.meta["val"].dim()]
+    dims = [dim % len(sizes) for dim in given]
+    if kind == "r2c" and option:
+        sizes[dims[-1]] = sizes[dims[-1]] // 2 + 1
+    elif kind == "c2r":
+        if not isinstance(option, int):
+            refuse("an inverse transform to an open size", fix="record the model with a size, or pass n= of one")
+        sizes[dims[-1]] = option
+    shape = sizes if kind == "c2r" else [*sizes, 2]
+    made = emit(importer, fft_call(x, kind, dims, normalization, int(option), shape))
     return made if kind == "c2r" else _apart(importer, made)
 
 

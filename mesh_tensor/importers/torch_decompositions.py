@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
@@ -24,6 +26,12 @@ from .torch_program import ASSERTIONS
 _FAILED = object()
 _INSTANCE_NORM = torch.ops.aten.instance_norm.default
 _ARITHMETIC = frozenset(function for function in vars(operator).values() if callable(function))
+_aten = torch.ops.aten
+#: What torch takes apart in C++ by sizes that are numbers, and in Python by open ones.
+_IN_PYTHON = (
+    *(_aten.gru.input, _aten.gru_cell.default, _aten.lstm_cell.default, _aten.rnn_relu.input, _aten.rnn_tanh.input),
+    *(_aten.stft.default, _aten.stft.center, _aten.istft.default),
+)
 _SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)
 Table = Mapping[Any, Callable[..., Any]]
 
@@ -242,7 +250,8 @@ class _Decomposition:
         table = self._table
         if node.target not in table and node.target in decomposition_table:
             table = {**table, node.target: decomposition_table[node.target]}
-        with torch.no_grad(), modes.pop():
+        dispatcher = enable_python_dispatcher() if node.target in _IN_PYTHON else nullcontext()
+        with torch.no_grad(), dispatcher, modes.pop():
             try:
                 traced = make_fx(call, decomposition_table=table)(*operands)
             except Exception:  # such as what torch.vmap has no rule for: it may be taken otherwise

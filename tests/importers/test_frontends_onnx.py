@@ -76,8 +76,6 @@ def test_batch_norm_before_opset_14_is_for_inference(tmp_path):
 @pytest.mark.parametrize(
     ("op", "weights", "options"),
     [
-        ("Softmax", {}, {"axis": 1, "opset": 11}),
-        ("LogSoftmax", {}, {"opset": 11}),
         ("MaxPool", {}, {"kernel_shape": [3], "strides": [2], "auto_pad": "SAME_LOWER"}),
     ],
 )
@@ -88,6 +86,19 @@ def test_what_tvm_reads_differently(tmp_path, op, weights, options):
     assert "model.onnx, on random inputs" in str(error.value)
     assert "`check=False` leaves this check out" in str(error.value)
     assert mt.from_onnx(tmp_path / "model.onnx", check=False).mod["main"].params
+
+
+@pytest.mark.parametrize(("op", "options"), [("Softmax", {"axis": 1}), ("LogSoftmax", {}), ("Hardmax", {"axis": 0})])
+def test_softmax_before_opset_13_is_over_all_dims_behind(tmp_path, op, options):
+    """onnx's reference takes it for the newer one, over one dim."""
+    save(tmp_path / "model.onnx", op, {"x": X}, {}, opset=11, **options)
+    x = torch.from_numpy(X)
+    rows = x.flatten(options.get("axis", 1)) if options.get("axis", 1) else x.reshape(1, -1)
+    of = {"Softmax": rows.softmax(1), "LogSoftmax": rows.log_softmax(1)}
+    expected = of[op] if op in of else torch.nn.functional.one_hot(rows.argmax(1), rows.shape[1]).float()
+    for dim in range(x.dim()):
+        run = mt.distribute_module(mt.from_onnx(tmp_path / "model.onnx"), {"a": 2}, {"x": {"a": dim}}, poison=True)
+        torch.testing.assert_close(run(x), expected.reshape(x.shape))
 
 
 def test_one_hot_of_indices_that_count_from_the_end(tmp_path):

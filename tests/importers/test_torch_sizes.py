@@ -190,3 +190,26 @@ def test_what_is_repeated_so_often_as_an_open_size_says():
         x = torch.randn(size, 5, 4)
         for found, expected in zip(run(x), model(x), strict=True):
             torch.testing.assert_close(found, expected.detach())
+
+
+class Denoised(nn.Module):
+    """Spectra under masks of a recurrent layer: torch itself takes both apart by sizes that are numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.GRU(3, 3, batch_first=True)
+
+    def forward(self, a):
+        found = torch.stft(a, 4, 4, window=torch.ones(4), return_complex=True)
+        mask = self.layer(found.abs().mT)[0].mT
+        return torch.istft(found * mask, 4, 4, window=torch.ones(4), length=a.shape[1])
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
+def test_batches_of_recurrent_layers_and_spectra_stay_open():
+    model = Denoised().eval()
+    program = torch.export.export(model, (torch.randn(4, 8),), dynamic_shapes=({0: Dim("batch", max=16)},))
+    run = mt.distribute_module(mt.from_torch(program), {"x": 2}, {"a": {"x": 0}}, poison=True)
+    for batch in (4, 5):
+        a = torch.randn(batch, 8)
+        torch.testing.assert_close(run(a), model(a).detach())

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from tvm import relax
 
@@ -128,7 +129,7 @@ FFT = "mesh.fft"
 
 
 def fft_call(
-    x: relax.Expr, kind: str, dims: Sequence[int], normalization: int, option: int, shape: Sequence[int]
+    x: relax.Expr, kind: str, dims: Sequence[int], normalization: int, option: int, shape: Sequence[Any]
 ) -> relax.Call:
     """A transform along `dims`, counted from the front; the result has this shape."""
     text = relax.StringImm(json.dumps([kind, list(dims), normalization, option]))
