@@ -286,6 +286,13 @@ def _schedules() -> Iterator[PlanCase]:
             columns="V1 C1",
             keys=("S1 V0", _PARTIAL, 4096 * 256),
         )
+    margins = "72 rows of S, as tiles of 1000 rows are no whole blocks, but those of 1024 are; and as many of C back"
+    yield _case(
+        "schedules",
+        causal_product,
+        {**causal, "rows": 4000, "start": "zero"},
+        rows=("S0 C0", margins, 0, 0, 72 * (4000 + 256) * 4),
+    )
 
 
 def _combined() -> Iterator[PlanCase]:

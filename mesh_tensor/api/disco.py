@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from tvm import ir
 
 from mesh_tensor.base.errors import refuse
@@ -13,7 +15,7 @@ from mesh_tensor.base.recent import MODULE_SIZES, Recent
 from mesh_tensor.plan.ir import map_tree
 from mesh_tensor.program.plan_module import ModulePlan
 from mesh_tensor.runtime.ambient import undisturbed
-from mesh_tensor.runtime.disco import DiscoSession
+from mesh_tensor.runtime.disco import DiscoSession, Held
 from mesh_tensor.runtime.disco.disco_module import WORKER_FUNC, export, to_disco_module
 from mesh_tensor.targets.dtypes import is_plain
 
@@ -51,7 +53,7 @@ class DiscoModule:
                 where="DiscoModule",
                 fix="make a DiscoSession of the module's mesh, or pass none",
             )
-        self._module, self._built = module, Recent[int, tuple[ModulePlan, Any]](MODULE_SIZES)
+        self._module, self._built = module, Recent[int, tuple[ModulePlan, Held]](MODULE_SIZES)
         self._owned = session is None
         self.session = session or DiscoSession(module.mesh, **options)
 
@@ -71,14 +73,12 @@ class DiscoModule:
                 fix="pass plain torch tensors: workers get their tiles from worker 0",
             )
         ports = {port.name: port for port in ports_of(plan)}
-        machine = self._machine(plan)
         params = zip(plan.params, plan.made.inputs, strict=True)
-        held = [self.session.put(ports[port].arranged(tensors[name]).view(ports[port].shape)) for name, port in params]
-        made = self.session.act("run", machine, WORKER_FUNC, *held)
         wanted = _paths(plan.made.result)
-        gathered = self.session.gather(
-            made, [(path, ports[name].refined, ports[name].sharding.text()) for path, name in wanted]
-        )
+        taken = [(path, ports[name].refined, ports[name].sharding.text()) for path, name in wanted]
+        given = [ports[port].arranged(tensors[name]).view(ports[port].shape) for name, port in params]
+        with self.session.turn():
+            gathered = self.session.gather(self._ran(plan, given), taken)
         results = iter([whole.view(ports[name].shape) for (_, name), whole in zip(wanted, gathered, strict=True)])
         return map_tree(plan.made.result, lambda _: next(results))
 
@@ -94,7 +94,11 @@ class DiscoModule:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _machine(self, plan: ModulePlan) -> Any:
+    def _ran(self, plan: ModulePlan, given: Iterable[torch.Tensor]) -> Held:
+        """What the workers make of these tensors."""
+        return self.session.act("run", self._machine(plan), WORKER_FUNC, *map(self.session.put, given))
+
+    def _machine(self, plan: ModulePlan) -> Held:
         """The virtual machine of the plan on every worker."""
         built = self._built.get(id(plan))
         if built is None:

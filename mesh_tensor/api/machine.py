@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch.backends import mkldnn
 from tvm import ir
 
 from mesh_tensor.base.machine import Link, Machine, Memory, Roofline
@@ -48,6 +49,7 @@ _MOVED = (16, 1024)  # sides of tensors whose layout changes
 _NEAR, _FAR, _ROWS = 192, 896, 512  # sides of kernels' matrices: the nearest memory holds those of the first product
 _BESIDE = 1 << 20  # numbers that are read and written between blocks: more than caches of a core hold
 _ROUNDS, _ROUND = 3, 0.02  # how often chains are gone through, and seconds of each
+_CHANNELS = {"AVX512": 16}  # in a block of oneDNN's layouts, by what vectors there are
 _LONGER = 8  # how much longer models are run
 
 
@@ -99,6 +101,7 @@ def _measured(end: float) -> Machine:
         launch=launch,
         call=small.call,
         busy=1.0,
+        channel_block=_CHANNELS.get(torch.backends.cpu.get_cpu_capability(), 8) if mkldnn.is_available() else None,
         processor=this_processor(),
         processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         sources={"all": f"mt.Machine.measure() on {time.strftime('%Y-%m-%d')}, CPU time"},

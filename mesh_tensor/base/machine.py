@@ -128,6 +128,8 @@ class Machine:
     result     where devices share processors: time to hand a result to the caller, for each of its tiles, besides
                copying it; 0: it is handed over as it is
     action     of a pipeline: time of an action besides its fragment's run, as threads wait for each other's values
+    channel_block  number of channels in a block of the layout that convolutions copy their operands into, as oneDNN
+               does that on CPUs; None: they copy nothing
     processor  the processor that `measure` ran on; None: unknown
     price      price of one device per hour, in any currency
     classes    name of an operator, or of a class of operators -> the share of the rates that it reaches
@@ -155,6 +157,7 @@ class Machine:
     apart: float = 0.0
     result: float = 0.0
     action: float = 0.0
+    channel_block: int | None = None
     processor: str | None = None
     price: float | None = None
     classes: Mapping[str, Roofline] = field(default_factory=dict)

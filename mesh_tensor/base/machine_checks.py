@@ -64,7 +64,7 @@ def problems_of(machine: Machine) -> Iterable[str]:
     yield from _from_zero({"result": machine.result, "cold_start": machine.cold_start, "apart": machine.apart})
     if isinstance(machine.busy, (int, float)) and machine.busy > 1:
         yield f"busy is {machine.busy}, a share"
-    counts = {"devices": machine.devices, "processors": machine.processors}
+    counts = {"devices": machine.devices, "processors": machine.processors, "channel_block": machine.channel_block}
     yield from _whole(counts)
     for name, roofline in machine.classes.items():
         yield from _above_zero({f"flops of class {name}": roofline.flops, f"memory of class {name}": roofline.memory})

@@ -28,11 +28,13 @@ CPU = Machine(
     links=(Link("gloo", None, rate=1.5625e9, start=1.28e-4),),
     launch=5e-6,
     busy=1.0,
+    channel_block=16,
     sources={
         "flops": "torch.mm, one thread: GFLOP/s 97 in float32, 42 in float64, 430 in bfloat16, 2 in float16 and less",
         "memory": "torch.add, one thread: 71 to 98 GB/s up to 3 MB, 30 to 35 GB/s from 12 MB on",
         "links": "exchanges of 2 ranks, medians: 100 to 150 us for 4 KB, 1.2 to 1.5 GB/s from 1 MB on",
         "busy": "torch.mm beside an all-to-all of 1 to 16 MB takes as long as one after the other, or longer",
+        "channel_block": "oneDNN's layouts for 512-bit vectors, as torch's profiler shows them",
     },
 )
 # Not measured: with a core for gloo's threads the memory's bandwidth is still shared.
@@ -117,6 +119,7 @@ def _laptop() -> Machine:
         name="laptop",
         memory=(Memory(1 << 20, 6e10), Memory(16 << 30, 1.2e10)),
         flops={"float32": 6e10, "float64": 3e10, "bfloat16": 3e10, **dict.fromkeys(_CONVERTED, 2e9)},
+        channel_block=8,
         sources={"all": "an estimate: a core with 256-bit vectors at 3 GHz, memory shared by the cores"},
     )
 
@@ -201,6 +204,8 @@ def table(machine: Machine) -> str:
     for name in ("cold_start", "apart", "call", "result", "action"):
         if getattr(machine, name):
             lines.append(f"  {name:8s} {_time(getattr(machine, name))}")
+    if machine.channel_block is not None:
+        lines.append(f"  blocks   convolutions copy their operands into blocks of {machine.channel_block} channels")
     for link in machine.links:
         reach = "any number" if link.devices is None else f"up to {link.devices}"
         hop = f", {_time(link.hop)} per further message" if link.hop else ""

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from .errors import MeshTensorError, refuse, shown
 from .mesh import Mesh
 from .placement import Partial, Placement, Replicate, Shard, collect, how_to_state, how_to_write, parse_text, state
-from .window import Window, parse_windows, windows_text
+from .window import Window, parse_blocks, parse_windows, windows_text
 
 __all__ = ["Partial", "Placement", "Replicate", "Shard", "Sharding", "ceildiv"]
 
@@ -29,7 +29,8 @@ class Sharding:
 
     `dims`: per dim, the axes that split it, major first; `partial`: pairs (axis, op) in mesh order; the tensor is
     replicated along all other axes. `windows`: dims of which devices hold overlapping windows instead of tiles; they
-    occur for the inputs of kernels and operators, and can't be stated by users.
+    occur for the inputs of kernels and operators, and can't be stated by users. Nor can `blocks`: pairs (dim, block) of
+    dims of which tiles are whole blocks, as kernels have them that depend on where their blocks start.
 
     >>> s = Sharding.make(Mesh({"x": 2, "y": 2}), 2, {"x": 0, "y": 1})
     >>> str(s), s.tile_shape((5, 8)), s.tile_offset((5, 8), 3), s.valid_extent((5, 8), 3)
@@ -41,6 +42,7 @@ class Sharding:
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()
     windows: tuple[tuple[int, Window], ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()
 
     def __new__(
         cls,
@@ -49,6 +51,7 @@ class Sharding:
         dims: tuple[tuple[str, ...], ...],
         partial: tuple[tuple[str, str], ...] = (),
         windows: tuple[tuple[int, Window], ...] = (),
+        blocks: tuple[tuple[int, int], ...] = (),
     ) -> Sharding:
         mesh = Mesh(mesh)
         stated: list[tuple[str, Placement]] = [
@@ -60,11 +63,12 @@ class Sharding:
             problems.append(f"dims {dims} are not those of {ndim} dims")
         if problems:
             refuse(problems, where=f"a Sharding on {mesh}", fix=how_to_state(mesh, ndim))
-        return _made(mesh, ndim, *_canonical(mesh, ndim, by_axis), tuple(sorted(windows, key=lambda pair: pair[0])))
+        in_order = tuple(sorted(windows, key=lambda pair: pair[0]))
+        return _made(mesh, ndim, *_canonical(mesh, ndim, by_axis), in_order, tuple(sorted(blocks)))
 
     def __reduce__(self) -> tuple:
         """Made anew: another process hashes strings differently."""
-        return Sharding, (self.mesh, self.ndim, self.dims, self.partial, self.windows)
+        return Sharding, (self.mesh, self.ndim, self.dims, self.partial, self.windows, self.blocks)
 
     @staticmethod
     def of(mesh: Mesh | Mapping[str, int], ndim: int, placements: Mapping[str, Placement]) -> Sharding:
@@ -117,20 +121,24 @@ class Sharding:
         try:
             if not isinstance(text, str):
                 refuse(f"can't read the sharding {shown(text)}: it is no text")
-            text, *windows = text.split("; ")
+            text, *rest = text.split("; ")
             sharding, partial = parse_text(mesh, text)
         except MeshTensorError as error:
             refuse(str(error), where=_where(mesh, ndim, name), fix=how_to_write(mesh))
         layout = Sharding.make(mesh, ndim, sharding, partial=partial, name=name)
         try:
-            return layout.with_windows(parse_windows(windows, literal_eval)) if windows else layout
+            blocks = [part for part in rest if part.startswith("B[")]
+            windows = [part for part in rest if part not in blocks]
+            layout = layout.with_windows(parse_windows(windows, literal_eval)) if windows else layout
+            return layout.with_blocks(parse_blocks(blocks)) if blocks else layout
         except (ValueError, SyntaxError, TypeError, LookupError, AssertionError):
-            what = f"can't read the sharding: {shown('; '.join(windows))} are no windows"
+            what = f"can't read the sharding: {shown('; '.join(rest))} are no windows or blocks"
             return refuse(what, where=_where(mesh, ndim, name), fix=how_to_write(mesh))
 
     def text(self) -> str:
-        """DistIR's form, one placement per mesh axis: `S[0], R`, and the windows. `parse` reads it."""
-        return ", ".join(str(placement) for placement in self.placements().values()) + windows_text(self.windows)
+        """DistIR's form, one placement per mesh axis: `S[0], R`, and the windows and blocks. `parse` reads it."""
+        places = ", ".join(str(placement) for placement in self.placements().values())
+        return places + windows_text(self.windows) + "".join(f"; B[{dim}]{block}" for dim, block in self.blocks)
 
     def as_dict(self) -> dict[str, int]:
         """The dict form, axis -> dim, of the axes that split a dim."""
@@ -193,9 +201,14 @@ class Sharding:
     def with_windows(self, windows: Iterable[tuple[int, Window]]) -> Sharding:
         """A copy in which devices hold windows of these dims instead of tiles; of a dim that no axis splits, all
         devices hold the same window."""
-        made = Sharding(self.mesh, self.ndim, self.dims, self.partial, tuple(windows))
+        made = Sharding(self.mesh, self.ndim, self.dims, self.partial, tuple(windows), self.blocks)
         assert all(made.dims[dim] or not window.stride for dim, window in made.windows), made
         return made
+
+    def with_blocks(self, blocks: Iterable[tuple[int, int]]) -> Sharding:
+        """A copy in which tiles are whole blocks of these dims, if axes split them: pairs (dim, block)."""
+        split = tuple([(dim, block) for dim, block in blocks if self.num_shards(dim) > 1 and block > 1])
+        return Sharding(self.mesh, self.ndim, self.dims, self.partial, self.windows, split)
 
     @property
     def is_in_mesh_order(self) -> bool:
@@ -204,21 +217,24 @@ class Sharding:
 
     @property
     def plain(self) -> Sharding:
-        """A copy with tiles instead of windows."""
-        return Sharding(self.mesh, self.ndim, self.dims, self.partial) if self.windows else self
+        """A copy with tiles as users state them: no windows, and no whole blocks."""
+        is_plain = not self.windows and not self.blocks
+        return self if is_plain else Sharding(self.mesh, self.ndim, self.dims, self.partial)
 
     def window(self, dim: int) -> Window | None:
         """The window that devices hold of `dim`; None: they hold tiles."""
         return next((window for other, window in self.windows if other == dim), None)
 
     def _with(self, axis: str, placement: Placement) -> Sharding:
-        assert not self.windows, self
+        assert self == self.plain, self
         return Sharding.of(self.mesh, self.ndim, {**self.placements(), axis: placement})
 
     def tile_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
-        """The shape of every device's tile, padding included: per dim ceildiv(size, axis sizes), or a window's length.
-        Sizes may be symbolic."""
+        """The shape of every device's tile, padding included: per dim ceildiv(size, axis sizes), up to whole blocks, or
+        a window's length. Sizes may be symbolic."""
         self._check_rank(shape)
+        if self.blocks:
+            shape = [self._of_blocks(dim, size) for dim, size in enumerate(shape)]
         tile = tuple(map(ceildiv, shape, self._shards))  # type: ignore[attr-defined]  # set above
         if not self.windows:
             return tile
@@ -232,11 +248,16 @@ class Sharding:
         >>> Sharding.make(Mesh({"x": 2, "y": 2}), 1, {"x": 0, "y": 0}).tile_steps(0, 7)
         (('x', 4), ('y', 2))
         """
-        steps = []
+        steps, size = [], self._of_blocks(dim, size)
         for axis in self.dims[dim]:
             size = ceildiv(size, self.mesh.size(axis))
             steps.append((axis, size))
         return tuple(steps)
+
+    def _of_blocks(self, dim: int, size: Any) -> Any:
+        """How long a dim would be of which all tiles are full."""
+        block = dict(self.blocks).get(dim)
+        return size if block is None else whole_blocks(size, self.num_shards(dim), block)
 
     def tile_offset(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """The index in the global tensor of the first element of device `rank`'s tile: per dim, which may be past the
@@ -316,19 +337,29 @@ def _made(
     dims: tuple[tuple[str, ...], ...],
     partial: tuple[tuple[str, str], ...],
     windows: tuple[tuple[int, Window], ...] = (),
+    blocks: tuple[tuple[int, int], ...] = (),
 ) -> Sharding:
     """The Sharding of canonical values: the one that there is."""
-    key = (mesh, ndim, dims, partial, windows)
+    key = (mesh, ndim, dims, partial, windows, blocks)
     known = _KNOWN.get(key)
     if known is not None:
         return known
     made = object.__new__(Sharding)
     shards = tuple(math.prod(mesh.size(axis) for axis in axes) for axes in dims)
-    vars(made).update(mesh=mesh, ndim=ndim, dims=dims, partial=partial, windows=windows)
+    vars(made).update(mesh=mesh, ndim=ndim, dims=dims, partial=partial, windows=windows, blocks=blocks)
     places = {axis: dim for dim, axes in enumerate(dims) for axis in axes}
     vars(made).update(_minors=_minors(mesh, dims), _shards=shards, _places=places)
     with _LOCK:
         return _KNOWN.setdefault(key, made)
+
+
+def whole_blocks(size: Any, parts: int, block: int) -> Any:
+    """`size` rounded up to `parts` tiles of whole blocks.
+
+    >>> whole_blocks(200, 4, 32), whole_blocks(200, 4, 1)
+    (256, 200)
+    """
+    return ceildiv(ceildiv(size, parts), block) * block * parts
 
 
 def ceildiv(size: Any, parts: int) -> Any:

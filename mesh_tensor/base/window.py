@@ -74,6 +74,12 @@ def parse_windows(texts: Sequence[str], read: Callable[[str], tuple]) -> list[tu
     return found
 
 
+def parse_blocks(texts: Sequence[str]) -> list[tuple[int, int]]:
+    """The dims of whole blocks, (dim, block), that a layout's text has, each without its `; `."""
+    found = [text.strip().removeprefix("B[").partition("]") for text in texts]
+    return [(int(dim), int(block)) for dim, _, block in found]
+
+
 @dataclass(frozen=True)
 class Reach:
     """How far something reads from where it is: at positions 0, `block`, 2 * `block`, ... p of a factor, elements from

@@ -12,12 +12,13 @@ from mesh_tensor.base.window import Window
 from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.redistribution.plan import Move, plan_moves
 from mesh_tensor.rules.kernel.sharding_rule import sharding_rule_of
-from mesh_tensor.rules.kernel.statements import buffer_params
+from mesh_tensor.rules.kernel.statements import ALL_TURNS, TURN, buffer_params
+from mesh_tensor.tir.loops import is_backward
 from mesh_tensor.tir.nodes import int_or
 
-from .local_view import Collective, LocalKernel, Lowered, Tensor
+from .local_view import Collective, InTurns, LocalKernel, Lowered, Tensor
 from .original_dims import with_original_dims
-from .stages import LocalPart, LocalParts, Shape
+from .stages import LocalPart, LocalParts, Parts, Shape
 
 _UNKNOWN = 1024  # times the number of devices: an unknown size counts as large, and as one that all axes divide
 
@@ -44,7 +45,22 @@ def explicit(local: LocalParts) -> Lowered:
         cut.decided,
         cut.decided.whole,
         kernel.reading,
+        _in_turns(cut),
     )
+
+
+def _in_turns(cut: Parts) -> tuple[InTurns, ...]:
+    """The loops that devices run one after the other."""
+    found: dict[tirx.Var, InTurns] = {}
+    for part in cut.parts:
+        for factor, reduction in part.analysis.reductions.items():
+            axes = tuple(axis for axis in part.assignment.axes_of(factor) if cut.ruled.kernel.mesh.size(axis) > 1)
+            for scan in reduction.scans if axes else ():
+                node = scan.loop.node
+                if node is not None and int(node.annotations.get(TURN, ALL_TURNS)) != ALL_TURNS:
+                    states = tuple(str(state.held.buffer.name) for state in scan.carried if state.copied is None)
+                    found[scan.loop.var] = InTurns(scan.loop.var.name, states, axes, is_backward(node))
+    return tuple(found.values())
 
 
 class _Layouts:
@@ -86,7 +102,7 @@ class _Layouts:
             now = self.tensors[self.current[param]]
             wanted = self.asked.get(param)
             if wanted is None:
-                wanted = now.sharding
+                wanted = now.sharding.plain
                 for axis, _ in now.sharding.partial:
                     wanted = wanted.with_replicate(axis)
             self.current[param] = self._reshard(now, wanted, "the output's layout").name
@@ -151,6 +167,8 @@ class _Layouts:
     def _why(self, param: str, now: Sharding, needed: Sharding, assignment: Assignment) -> str:
         if near := [str(dim) for dim, window in needed.windows if window.stride]:
             return f"what is next to tiles is read along dim {', '.join(near)}"
+        if needed.blocks:
+            return " and ".join(f"tiles of dim {dim} are whole blocks of {block}" for dim, block in needed.blocks)
         if needed.windows:
             return " and ".join(f"of dim {dim} only {_places(window)} is read" for dim, window in needed.windows)
         for dim, axes in enumerate(now.dims):

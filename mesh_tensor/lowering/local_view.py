@@ -51,18 +51,20 @@ def make_local(cut: Parts) -> LocalParts | Unsplittable:
 
 def _local_part(cut: Parts, part: Part, name: str) -> LocalPart | Unsplittable:
     mesh, needed = cut.ruled.kernel.mesh, {} if cut.ruled.kernel.reading.over_tiles else part.assignment.needed
-    made = _written(_Choice(part.analysis, mesh, tuple(part.assignment.axes.items()), tuple(needed.items()), name, cut))
+    decided = tuple(part.assignment.axes.items()), tuple(part.assignment.blocks.items()), tuple(needed.items())
+    made = _written(_Choice(part.analysis, mesh, *decided, name, cut))
     return made if isinstance(made, Unsplittable) else LocalPart(part, *made)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """What a part in local view depends on: what axes split of which analysis, and the layouts of what it takes. The
-    `cut` that it is of goes with the analysis."""
+    """What a part in local view depends on: what axes split of which analysis, in tiles of which whole blocks, and the
+    layouts of what it takes. The `cut` that it is of goes with the analysis."""
 
     analysis: Analysis
     mesh: Mesh
     axes: tuple[tuple[str, Factor | None], ...]
+    blocks: tuple[tuple[Factor, int], ...]
     needed: tuple[tuple[str, Sharding], ...]
     name: str
     cut: Parts = field(compare=False)
@@ -89,8 +91,17 @@ def _written(choice: _Choice) -> tuple[tirx.PrimFunc, tuple[str, ...], tuple[Spl
 
 def _splits(choice: _Choice, coordinates: DeviceCoordinates) -> tuple[Split, ...]:
     analyzer, over_tiles = choice.analysis.kernel.analyzer, choice.cut.ruled.kernel.reading.over_tiles
+    blocks = dict(choice.blocks)
     return tuple(
-        make_split(factor, axes, coordinates, analyzer, global_size(factor, choice.cut.shapes), over_tiles)
+        make_split(
+            factor,
+            axes,
+            coordinates,
+            analyzer,
+            global_size(factor, choice.cut.shapes),
+            over_tiles,
+            blocks.get(factor, 1),
+        )
         for factor in choice.analysis.factors
         if (axes := tuple(axis for axis, split in choice.axes if split is factor))
     )
@@ -184,15 +195,34 @@ class LocalView(ABC):
         """What was decided, for people."""
 
 
+@dataclass(frozen=True)
+class InTurns:
+    """A loop of which the devices along `axes` make `states` one after the other, the last one first if `backward`."""
+
+    loop: str
+    states: tuple[str, ...]
+    axes: tuple[str, ...]
+    backward: bool
+
+    def __str__(self) -> str:
+        states, axes = ", ".join(self.states), ", ".join(self.axes)
+        first, next_ = ("last", "before") if self.backward else ("first", "after")
+        return (
+            f"along {axes}, from the {first} device on, each makes {states} in its part of loop {self.loop} and hands"
+            f" on how that ends to the one {next_} it, which waits for it; all else in the loop all devices do at once"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Lowered(LocalView):
-    """A kernel in local view. `reading`: in which view it was written."""
+    """A kernel in local view. `reading`: in which view it was written; `in_turns`: what devices wait for."""
 
     func: tirx.PrimFunc
     rule: ShardingRule
     assignment: Assignment
     whole: Mapping[Dim, str]
     reading: Reading
+    in_turns: tuple[InTurns, ...]
 
     def decisions(self) -> Decisions:
         """What was decided, for people."""
@@ -200,11 +230,13 @@ class Lowered(LocalView):
 
 
 def decisions_of(lowered: Lowered) -> Decisions:
-    """In which view the kernel was read and why; factors and what splits them; what could not be split."""
+    """In which view the kernel was read and why; factors and what splits them; what devices take turns for; what could
+    not be split."""
     head = (f"kernel {lowered.name} on {lowered.mesh}", f"rule: {lowered.rule}", str(lowered.reading))
     whole = [f"  {buffer} dim {dim}: {reason}" for (buffer, dim), reason in lowered.whole.items()]
     notes = (("asked to be split, but needed whole", *whole),) if whole else ()
-    return Decisions(head, (("factors", *_factors(lowered)),), notes, asked=lowered.asked)
+    turns = (("devices take turns", *(f"  {loop}" for loop in lowered.in_turns)),) if lowered.in_turns else ()
+    return Decisions(head, (("factors", *_factors(lowered)), *turns), notes, asked=lowered.asked)
 
 
 def _factors(lowered: Lowered) -> list[str]:
@@ -214,7 +246,8 @@ def _factors(lowered: Lowered) -> list[str]:
     for name, kind in lowered.rule.factors.items():
         axes = assignment.axes_of(by_name[name])
         size = _whole_size(lowered, by_name[name])
-        tile = tile_extent(size, [lowered.mesh.size(a) for a in axes])
+        parts = [lowered.mesh.size(axis) for axis in axes]
+        tile = tile_extent(assignment.walked(by_name[name], parts, size), parts)
         why = "; ".join(dict.fromkeys(assignment.reasons[a] for a in axes)) or "no axis uses it"
         rows.append((name, int_or(size, size), kind.split(":")[0], ", ".join(axes) or "-", int_or(tile, tile), why))
     unused = [axis for axis, factor in assignment.axes.items() if factor is None]

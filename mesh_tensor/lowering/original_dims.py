@@ -14,6 +14,7 @@ from mesh_tensor.base.recent import made_once
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.rules.kernel.computed_places import in_order
+from mesh_tensor.rules.kernel.conditions_apart import conditions_apart
 from mesh_tensor.rules.kernel.distribution import distributed
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked
@@ -50,9 +51,16 @@ def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
         return made, analysis
     split = [(name, dim) for name, sharding in kernel.asked.items() for dim, axes in enumerate(sharding.dims) if axes]
     by_data = _by_data(kernel, analysis, split)
+    if (
+        any(_is_scanned(analysis, dim) for dim in split)
+        and (said_of_each := _conditions_apart(kernel.func)) is not None
+    ):
+        after = analyse(said_of_each)
+        if not any(_is_scanned(after, dim) for dim in split):
+            made, analysis = Refined(said_of_each, {}), after
     whole = {dim for dim in split if analysis.reason_whole(*dim)} | by_data
     near = {dim for dim in whole if _is_near(kernel, analysis, dim)}
-    for found in _ways(kernel.func, tuple(sorted(whole)), tuple(sorted(whole - near))) if whole else ():
+    for found in _ways(made.func, tuple(sorted(whole)), tuple(sorted(whole - near))) if whole else ():
         after = analyse(found.func)
         still = {dim for dim in split if _reason(found, after, dim)}
         still |= {(param, dim) for param, dim in by_data if (param, found.outer(param, dim)) in after.lookups}
@@ -154,6 +162,9 @@ def _ways(func: tirx.PrimFunc, whole: tuple[Dim, ...], computed: tuple[Dim, ...]
         if apart is not None:
             yield Refined(apart, {})
             yield from refined(apart, whole)
+        said_of_each = conditions_apart(read_kernel(func))
+        if said_of_each is not None:
+            yield Refined(said_of_each, {})
         rounds = in_rounds(read_kernel(func))
         if rounds is not None:
             yield Refined(rounds, {})
@@ -169,6 +180,15 @@ def _ways(func: tirx.PrimFunc, whole: tuple[Dim, ...], computed: tuple[Dim, ...]
 def _reason(made: Refined, analysis: Analysis, dim: Dim) -> str | None:
     param, at = dim
     return analysis.reason_whole(param, made.outer(param, at))
+
+
+def _is_scanned(analysis: Analysis, dim: Dim) -> bool:
+    """Whether what is carried along a dim has to be handed on."""
+    factor = analysis.factor_of(*dim)
+    return factor is not None and bool(analysis.reductions[factor].scans)
+
+
+_conditions_apart = made_once(ANALYSES)(lambda func: conditions_apart(read_kernel(func)))
 
 
 def _reads_windows(made: Refined, analysis: Analysis, dim: Dim) -> bool:
@@ -230,7 +250,11 @@ def _moved(made: Refined, name: str, layout: Sharding, *, refine: bool) -> Shard
     ndim = layout.ndim + (extra if refine else -extra)
     moved = Sharding.make(layout.mesh, ndim, shards, partial=dict(layout.partial), name=name)
     windows = [(move(name, dim), window) for dim, window in layout.windows]
-    return moved.with_windows(windows) if windows else moved
+    blocks = [
+        (at := move(name, dim), block * (1 if refine else made.groups.get((name, at), 1)))
+        for dim, block in layout.blocks
+    ]
+    return moved.with_windows(windows).with_blocks(blocks) if windows or blocks else moved
 
 
 def put_together(func: tirx.PrimFunc, made: Refined) -> tirx.PrimFunc:

@@ -156,7 +156,7 @@ def _spread(ruled: Ruled, part: Part) -> Part:
                 raise Blocked(f"{name} is not complete along {', '.join(pending)} where devices hand it on")
             shards = {axis: dim for axis in layout.mesh if (dim := layout.dim_of(axis)) is not None}
             shards |= dict.fromkeys(handed_on.axes, 0)
-            layouts[name] = Sharding.make(layout.mesh, layout.ndim, shards, name=name)
+            layouts[name] = Sharding.make(layout.mesh, layout.ndim, shards, name=name).with_blocks(layout.blocks)
     return part
 
 

@@ -3,6 +3,7 @@ makes of the kernel's sizes: loop extents, on-chip buffers and parameters."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 from tvm import tirx
 
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.sharding import Sharding, whole_blocks
 from mesh_tensor.rules.kernel.factors import Blocked, Factor, tile_extent, with_whole_tiles
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.tir.linear import Linear
@@ -49,7 +50,7 @@ def coordinate_var(axis: str) -> tirx.Var:
 class Split:
     """A factor split over axes, major first. `size` is the whole dim's, `tile` what each device walks; it starts at
     global coordinate `offset`, and `valid` of it exist (the whole tile where `even`). A kernel that is
-    `written_locally` already walks tiles, and means local coordinates.
+    `written_locally` already walks tiles, and means local coordinates. Tiles are whole blocks of `block`.
 
     `start`: a device walks its tile slab by slab, one call each, and this is where in the tile the slab starts whose
     length `tile` then is; None: it walks the tile as a whole."""
@@ -62,6 +63,7 @@ class Split:
     even: bool
     coordinates: DeviceCoordinates
     start: int | None = None
+    block: int = 1
 
     @property
     def offset(self) -> tirx.PrimExpr:
@@ -108,9 +110,9 @@ class Split:
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
         """The axes of more than one device, each with how much of the dim is each device's."""
-        size: Any = self.size
-        for axis in self.axes:
-            count = self.coordinates.mesh.size(axis)
+        sizes = [self.coordinates.mesh.size(axis) for axis in self.axes]
+        size: Any = self.size if self.block == 1 else whole_blocks(int(self.size), math.prod(sizes), self.block)
+        for axis, count in zip(self.axes, sizes, strict=True):
             size = tile_extent(size, [count])
             if count > 1:
                 yield axis, size
@@ -123,16 +125,18 @@ def make_split(
     analyzer: Prover,
     size: tirx.PrimExpr,
     written_locally: bool,
+    block: int = 1,
 ) -> Split:
-    """The split of `factor` over `axes` of the coordinates' mesh; `size` is that of the whole dim."""
+    """The split of `factor` over `axes` of the coordinates' mesh; `size` is that of the whole dim. Tiles are whole
+    blocks of `block`."""
     sizes = [coordinates.mesh.size(a) for a in axes]
-    tile = tile_extent(size, sizes)
+    tile = tile_extent(size if block == 1 else whole_blocks(int(size), math.prod(sizes), block), sizes)
     tile = tirx.IntImm("int32", tile) if isinstance(tile, int) else analyzer.simplify(tile)
     total: tirx.PrimExpr = tile
     for n in sizes:
         total = total * n
     even = analyzer.can_prove_equal(total, size)
-    return Split(factor, axes, size, tile, written_locally, even, coordinates)
+    return Split(factor, axes, size, tile, written_locally, even, coordinates, block=block)
 
 
 class Shrink:

@@ -105,7 +105,7 @@ def _long_loops(func: tirx.PrimFunc, analysis: Analysis, assignment: Assignment,
         parts = [mesh.size(axis) for axis in assignment.axes_of(factor)]
         if all(n == 1 for n in parts):
             continue
-        tile = tirx.convert(tile_extent(factor.size, parts))
+        tile = tirx.convert(tile_extent(assignment.walked(factor, parts), parts))
         for form in analysis.coordinates.forms[factor]:
             var, coefficient = form.ordered[0]
             loop = analysis.kernel.loops.get(var)

@@ -22,6 +22,7 @@ from mesh_tensor.rules.operator.rule import Dim, InnerReduction, atoms_of
 from .hindered import Hindrances
 from .ir import Graph, Node, Value
 from .manual import Axes, varying
+from .poles import Poles
 from .wiring import Sizes, Wiring, settle
 
 # The factor of every atom of a tensor; None: needed (or made) whole.
@@ -92,6 +93,11 @@ class Atoms:
     def hindrances(self) -> Hindrances:
         """Which atoms lead to what some operator needs whole."""
         return Hindrances(self.rules)
+
+    @cached_property
+    def poles(self) -> Poles:
+        """Where what is computed of finite numbers is infinite."""
+        return Poles(self.rules)
 
     def positions(self, value: Value, dim: int) -> range:
         """Where the atoms of a dim stand in `shape`."""

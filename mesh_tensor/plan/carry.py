@@ -251,6 +251,8 @@ def taken_of(
         return frozenset()
     if not _terms_fit(decision, waiting):
         return frozenset()
+    if atoms.poles.spoil(node, waiting):  # parts may become NaN where the whole becomes infinite
+        return frozenset()
     if taken_by_owners(node, rule, decision, waiting, refused) is not None or _is_linear(node, rule, decision, waiting):
         before = sum(node.inputs[i].type.elements for i in waiting)
         fits = sum(value.type.elements for value in node.outputs) <= before

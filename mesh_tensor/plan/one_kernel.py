@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from tvm import tirx
 
 from mesh_tensor.annotations.module_annotations import Annotation
-from mesh_tensor.base.dtypes import TensorType
+from mesh_tensor.base.dtypes import TensorType, itemsize
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import made_once
 from mesh_tensor.base.reductions import reduction
-from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.sharding import Sharding, whole_blocks
 from mesh_tensor.base.window import Reaches
 from mesh_tensor.rules.kernel.cost import flops_of
 from mesh_tensor.rules.kernel.factors import Factor, tile_extent
@@ -34,7 +35,8 @@ _flops = made_once(ANALYSES)(flops_of)  # the same in all layouts
 @dataclass(eq=False)
 class Assignment:
     """What every axis splits (None: nothing), and why. `needed` and `produced` are the layouts in which the kernel
-    takes its inputs and leaves its outputs; `whole` are the dims that could not be split as asked, with the reason."""
+    takes its inputs and leaves its outputs; `whole` are the dims that could not be split as asked, with the reason;
+    `blocks` the factors of which tiles are whole blocks, that long, although axes don't divide the dim so."""
 
     axes: dict[str, Factor | None]
     reasons: dict[str, str]
@@ -42,6 +44,12 @@ class Assignment:
     needed: dict[str, Sharding] = field(default_factory=dict)
     produced: dict[str, Sharding] = field(default_factory=dict)
     whole: dict[tuple[str, int], str] = field(default_factory=dict)
+    blocks: dict[Factor, int] = field(default_factory=dict)
+
+    def walked(self, factor: Factor, parts: Sequence[int], size: tirx.PrimExpr | None = None) -> tirx.PrimExpr | int:
+        """How long the dim would be (else `size`, or the factor's) of which so many tiles are full."""
+        size = factor.size if size is None else size
+        return whole_blocks(int(size), math.prod(parts), self.blocks[factor]) if factor in self.blocks else size
 
     def axes_of(self, factor: Factor) -> tuple[str, ...]:
         """The axes that split a factor."""
@@ -147,6 +155,12 @@ class KernelDecision:
         factors = [factor for factor in self.analysis.factors if self.why_whole(factor) is None]
         rule = rule_of_analysis(self.analysis, self.inputs, self.outputs, factors, self.sizes)
         rule = replace(rule, windows={**rule.windows, **self._fixed_windows()})
+        in_blocks = {f.name for f in factors if self._whole_blocks(f, self._asking(f)) is not None}
+        rule = replace(
+            rule,
+            blocks={name: block for name, block in rule.blocks.items() if name not in in_blocks},
+            first={name: least for name, least in rule.first.items() if name not in in_blocks},
+        )
         values = [self._value(param) for param in (*self.inputs, *self.outputs)]
         inputs, outputs = tuple(values[: len(self.inputs)]), tuple(values[len(self.inputs) :])
         operands = [value.variable() for value in inputs]
@@ -204,6 +218,9 @@ class KernelDecision:
         and say so of those that were asked for."""
         for factor in self.analysis.factors:
             while (reason := self._cuts_blocks(factor, assignment.axes_of(factor))) is not None:
+                if (block := self._whole_blocks(factor, assignment.axes_of(factor))) is not None:
+                    assignment.blocks[factor] = block
+                    break
                 last = assignment.axes_of(factor)[-1]
                 self._give_up(assignment, last, factor, reason)
                 assignment.axes[last] = None
@@ -234,6 +251,29 @@ class KernelDecision:
         tile = next((t for t in tiles if not can_prove_equal(tirx.floormod(t, factor.block), 0)), None)
         return None if tile is None else f"{factor.aligned}, and tiles of {tile} are not whole blocks of {factor.block}"
 
+    def _asking(self, factor: Factor) -> tuple[str, ...]:
+        """The axes that are asked to split a factor."""
+        return tuple([axis for axis in self.mesh if factor in self._demands(axis)])
+
+    def _whole_blocks(self, factor: Factor, axes: tuple[str, ...]) -> int | None:
+        """The block of which tiles can be whole ones where the axes don't split a factor so: what devices lack of such
+        tiles, and of theirs of the results, is no more than all that they lack of what is read. None if it is more, or
+        something is read around the factor's places."""
+        parts = math.prod(self.mesh.size(axis) for axis in axes)
+        near = any(other is factor for other, _ in self.analysis.windows.values())
+        if self.over_tiles or near or parts == 1 or not isinstance(factor.size, tirx.IntImm):
+            return None
+        size, block = int(factor.size), factor.block
+        tile, longer = -(-size // parts), whole_blocks(size, parts, block) // parts
+        asked = [p for p, dim in factor.dims if p in self.asked and set(self.asked[p].dims[dim]) & set(axes)]
+        read, left = (sum(self._bytes(p) for p in ends if p in asked) for ends in (self.inputs, self.outputs))
+        moved = read * _lacking(size, parts, tile, longer) + left * _lacking(size, parts, longer, tile)
+        return block if self.in_place or moved <= read * (size - tile) else None
+
+    def _bytes(self, param: str) -> int:
+        buffer = self.analysis.kernel.params[param]
+        return math.prod(typical_size(size, self.sizes) for size in buffer.shape) * itemsize(buffer.dtype)
+
     def _layout(self, assignment: Assignment, param: str, buffer: tirx.Buffer, *, produced: bool) -> Sharding:
         shards, partial = {}, {}
         for axis, factor in assignment.axes.items():
@@ -246,6 +286,7 @@ class KernelDecision:
             elif op is not None and (produced or not reduction(op).idempotent):
                 partial[axis] = op
         layout = Sharding.make(self.mesh, len(buffer.shape), shards, partial=partial, name=param)
+        layout = layout.with_blocks([(d, b) for f, b in assignment.blocks.items() for p, d in f.dims if p == param])
         if self.over_tiles or produced:
             return layout
         split = {axis: factor.name for axis, factor in assignment.axes.items() if factor is not None}
@@ -278,3 +319,12 @@ class KernelDecision:
                 if reason:
                     whole[(param, dim)] = str(reason)
         return whole
+
+
+def _lacking(size: int, parts: int, tile: int, wanted: int) -> int:
+    """The most of a dim's elements that a device lacks of a tile that long where it has one of `tile`."""
+    lacks = [0]
+    for device in range(parts):
+        low, high = min(size, device * wanted), min(size, (device + 1) * wanted)
+        lacks.append(high - low - max(0, min(high, (device + 1) * tile) - max(low, device * tile)))
+    return max(lacks)

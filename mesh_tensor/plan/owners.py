@@ -96,8 +96,10 @@ def taken_by_owners(
     if len(node.outputs) != 1 or any(op != "sum" for _, op in parts) or "float" not in node.outputs[0].type.dtype:
         return None
     found = [owner for owner in owners if owner is not None]
-    tokens = {_factors(rule.inputs[i], owner.tokens) for i, owner in zip(waiting, found, strict=False)}
-    if len(found) < len(owners) or len({(owner.index, owner.rows) for owner in found}) > 1 or len(tokens) > 1:
+    if len(found) < len(owners) or len({(owner.index, owner.rows) for owner in found}) > 1:
+        return None
+    tokens = {_factors(rule.inputs[i], owner.tokens) for i, owner in zip(waiting, found, strict=True)}
+    if len(tokens) > 1:
         return None
     (factors,) = tokens
     if factors is None or (zero := _is_zero(node, rule, waiting)) is None:

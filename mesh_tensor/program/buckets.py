@@ -8,7 +8,8 @@ it is full, or when something needs a part of it, so that gradients are on their
     all_reduce d_b2             all_reduce bucket
     all_reduce d_w1             split bucket -> d_w2, d_b2, d_w1, before one of them is used
 
-A tensor joins where copying it takes less than to start a collective of its own.
+A tensor joins where copying it takes less than to start a collective of its own. What few numbers are made of one that
+waits, and nothing else of these (a loss, of a sum and a count), waits with it.
 
 Weights that are gathered before they are used, as under ZeRO-3, go in buckets, too: those of as many products as a
 layer has, while the layer before is computed.
@@ -17,7 +18,7 @@ layer has, while the layer before is computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -37,6 +38,7 @@ from .builder import collective_step
 from .program import ProgramValue
 from .steps import CollectiveStep, OpStep, Step
 
+_FEW = 256  # bytes of tiles whose memory does not count
 _STARTS = 30  # as long as so many of its starts take, a bucket is on its way
 _LAYER = 8  # products whose weights come together: as many as a layer of a transformer has
 _WHERE = "a bucket"
@@ -75,6 +77,7 @@ class _Buckets:
         self._waiting: dict[str, _Way] = {}  # by what a bucket that is open will make
         self._sent: dict[str, OpStep] = {}  # by bucket what takes it apart, of those that came
         self._parts: dict[str, str] = {}  # by what that makes, the bucket
+        self._last: list[Step] = []
         self._result: list[Step] = []
         self._added: dict[str, ProgramValue] = {}
         writes: dict[str, int] = {}
@@ -83,7 +86,7 @@ class _Buckets:
                 writes[values[name].storage] = writes.get(values[name].storage, 0) + 1
         self._written_once = {storage for storage, count in writes.items() if count == 1}
         self._given = {value.storage for value in values.values()} - writes.keys()
-        self._weights = self._layers()
+        self._weights, self._may_wait = self._layers(), self._may_come_last()
 
     def made(self) -> tuple[Sequence[Step], dict[str, ProgramValue]]:
         """All of the steps."""
@@ -91,6 +94,9 @@ class _Buckets:
         for index, step in enumerate(self._steps):
             for bucket in self._weights.get(index, ()):
                 self._send(bucket)
+            if self._comes_last(step):
+                self._last.append(step)
+                continue
             self._send_what_is_needed(step)
             member, way = step.starts, self._way(step.starts)
             if id(member) in early:
@@ -106,7 +112,7 @@ class _Buckets:
                 self._send(bucket)
         for bucket in list(self._open.values()):
             self._send(bucket)
-        self._result += self._sent.values()
+        self._result += [*self._sent.values(), *self._last]
         return self._result, self._added
 
     def _layers(self) -> dict[int, list[_Bucket]]:
@@ -165,9 +171,34 @@ class _Buckets:
         link = reach(self._machine, self._mesh, way.axes).link
         return round(_STARTS * link.start * link.rate)
 
+    def _may_come_last(self) -> set[int]:
+        """Steps that make a few numbers of which nothing else is made, of what is written once."""
+        found, needed = set[int](), set[str]()
+        for step in reversed(self._steps):
+            few = isinstance(step, OpStep) and not step.is_long and self._bytes(step) <= _FEW
+            used, made = self._storages(step.uses), self._storages(step.writes)
+            if few and used <= self._written_once | self._given and needed.isdisjoint(made):
+                found.add(id(step))
+            else:
+                needed |= used
+        return found
+
+    def _comes_last(self, step: Step) -> bool:
+        """Whether a step may come last, and takes what waits until then."""
+        if id(step) not in self._may_wait:
+            return False
+        waiting = self._waiting.keys() | self._storages(name for earlier in self._last for name in earlier.writes)
+        return not waiting.isdisjoint(self._storages(step.reads))
+
+    def _bytes(self, step: Step) -> int:
+        return sum(self._values[name].tile_bytes for name in step.uses)
+
+    def _storages(self, names: Iterable[str]) -> set[str]:
+        return {self._values[name].storage for name in names}
+
     def _send_what_is_needed(self, step: Step) -> None:
         """Buckets whose results the step uses go before it. What goes into them is written once, before they do."""
-        used = {self._values[name].storage for name in step.uses}
+        used = self._storages(step.uses)
         ways = {self._waiting[storage] for storage in used if storage in self._waiting}
         for bucket in [bucket for way, bucket in self._open.items() if way in ways] if ways else ():
             self._send(bucket)

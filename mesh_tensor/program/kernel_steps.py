@@ -71,7 +71,8 @@ def padded_dims(value: ProgramValue) -> tuple[int, ...]:
     the computation may not be used as an index or to divide by; with floats that does no harm."""
     if is_float(value.dtype):
         return ()
-    return tuple(d for d, size in enumerate(value.shape) if size % value.sharding.num_shards(d))
+    tile = zip(value.shape, value.tile_shape, strict=True)
+    return tuple(d for d, (size, part) in enumerate(tile) if size != part * value.sharding.num_shards(d))
 
 
 def filled(tile: relax.Expr, value: ProgramValue, dims: tuple[int, ...]) -> relax.Expr:

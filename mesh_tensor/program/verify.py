@@ -3,10 +3,11 @@ and how much memory there is at most."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from mesh_tensor.lowering.verify import collectives_in, enabled, leftovers, raise_on
 from mesh_tensor.redistribution.plan import Move, illegal_move
+from mesh_tensor.rules.operator.call import OpCall
 
 from .loop_step import LoopStep
 from .program import Program, ProgramValue
@@ -108,15 +109,22 @@ def _too_early(program: Program, step: Step, started: CollectiveStep) -> Iterato
             yield f"{name} is written while {started.kind} reads {started.src}"
 
 
-def held_bytes(program: Program) -> list[int]:
+Beside = Callable[[OpCall], int]  # the bytes that a call takes while it runs, beside its operands and results
+
+
+def _nothing(_: OpCall) -> int:
+    return 0
+
+
+def held_bytes(program: Program, beside: Beside = _nothing) -> list[int]:
     """The bytes of tiles, padding included, that one device holds during each step. Inputs and outputs are there from
     the beginning, but for outputs that operators make."""
-    return program.mean(_Held(program))
+    return program.mean(_Held(program, beside))
 
 
-def peak_bytes(program: Program) -> int:
+def peak_bytes(program: Program, beside: Beside = _nothing) -> int:
     """The most bytes of tiles and workspaces that one device holds at once."""
-    return _peak(program, _Held(program))
+    return _peak(program, _Held(program, beside))
 
 
 def _peak(program: Program, held: _Held) -> int:
@@ -128,8 +136,8 @@ class _Held:
     """What there is; every step means the bytes that are there with it. `inside`: of a loop, which brings no memory for
     what its steps give."""
 
-    def __init__(self, program: Program, inside: bool = False) -> None:
-        self._values = program.values
+    def __init__(self, program: Program, beside: Beside, inside: bool = False) -> None:
+        self._values, self._beside = program.values, beside
         self._sizes = {storage: value.tile_bytes for storage, value in program.stored.items()}
         made = {program.values[name].storage for step in program.steps for name in step.makes}
         self._there: set[str] = set()
@@ -149,14 +157,14 @@ class _Held:
             self._add(self._values[name].storage)
         bodies = [body for body in (step.body, step.test) if isinstance(body, Program)]
         taken = [sum(body.values[name].tile_bytes for name in body.takes) for body in bodies]
-        peaks = [_peak(body, _Held(body, inside=True)) for body in bodies]
+        peaks = [_peak(body, _Held(body, self._beside, inside=True)) for body in bodies]
         return self.now + max(peak - there for peak, there in zip(peaks, taken, strict=True))
 
     def op(self, step: OpStep) -> int:
         """Its results come with their memory."""
         for name in step.makes:
             self._add(self._values[name].storage)
-        return self.now
+        return self.now + self._beside(step.call)
 
     def alloc(self, step: AllocStep) -> int:
         """Memory that nobody brought comes to life."""

@@ -7,13 +7,14 @@ Where axes don't split a dim in mesh order, those that come later there have d +
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy
 
 from mesh_tensor.base.collectives import CollectiveKind
 from mesh_tensor.base.mesh import Mesh, check_countable
+from mesh_tensor.base.sharding import whole_blocks
 from mesh_tensor.base.window import Window
 
 State = tuple[int, ...]
@@ -21,22 +22,27 @@ WHOLE, PARTIAL = -1, -2
 ORDER = 1 << 16
 
 Windows = tuple[tuple[int, Window], ...]  # by dim
+Blocks = tuple[tuple[int, int], ...]  # by dim
 Spans = tuple[numpy.ndarray, numpy.ndarray]  # per device: first position in a dim, and the one after the last
 
 
 class Boxes:
     """Which box of a tensor of `shape` every device holds in any state: what of it is there, without padding.
 
-    `windows`: the dims of which a device wants a window; what is `missing` is missing of that."""
+    `windows`: the dims of which a device wants a window; what is `missing` is missing of that. `before` and `wanted`:
+    the dims of which it has and wants whole blocks."""
 
-    def __init__(self, mesh: Mesh, shape: tuple[int, ...], windows: Windows = ()) -> None:
+    def __init__(
+        self, mesh: Mesh, shape: tuple[int, ...], windows: Windows = (), before: Blocks = (), wanted: Blocks = ()
+    ) -> None:
         self.sizes, self.shape = tuple(mesh.shape.values()), shape
         self._windows, self._names = dict(windows), mesh.axis_names
+        self._before, self._wanted = dict(before), dict(wanted)
         check_countable(mesh)
         grid = numpy.indices(self.sizes, dtype=numpy.int64)
         self._at = grid.reshape(len(self.sizes), -1)
         self._ones = numpy.ones(self._at.shape[1], dtype=numpy.int64)
-        self._spans: dict[tuple[int, tuple[int, ...]], Spans] = {}
+        self._spans: dict[tuple[int, tuple[int, ...], int], Spans] = {}
         self._missing: dict[tuple[State, State], int] = {}
 
     def devices(self, axes: Sequence[int]) -> int:
@@ -54,9 +60,10 @@ class Boxes:
 
     def volume(self, state: State) -> int:
         """The elements of the largest tile, padding included."""
+        parts = [math.prod(self.sizes[axis] for axis in axes_on(state, dim)) for dim in range(len(self.shape))]
         return math.prod(
-            -(-size // math.prod(self.sizes[axis] for axis in axes_on(state, dim)))
-            for dim, size in enumerate(self.shape)
+            whole_blocks(size, count, self._before.get(dim, 1)) // count
+            for dim, (size, count) in enumerate(zip(self.shape, parts, strict=True))
         )
 
     def missing(self, state: State, wanted: State) -> int:
@@ -70,12 +77,13 @@ class Boxes:
         have = want = self._ones
         for dim in range(len(self.shape)):
             before, after = axes_on(state, dim), axes_on(wanted, dim)
-            wanted_here = self._window(dim, after) if dim in self._windows else [self._span(dim, after)]
-            low, high = self._span(dim, before)
+            is_other = dim in self._windows or self._before.get(dim) != self._wanted.get(dim)
+            wanted_here = self._window(dim, after) if dim in self._windows else [self._span(dim, after, self._wanted)]
+            low, high = self._span(dim, before, self._before)
             total = held = self._ones * 0
             for start, stop in wanted_here:
                 total = total + (stop - start)
-                if before and (before != after or dim in self._windows):
+                if before and (before != after or is_other):
                     start, stop = numpy.maximum(start, low), numpy.minimum(stop, high)
                 held = held + numpy.maximum(stop - start, 0)
             want, have = want * total, have * held
@@ -85,7 +93,7 @@ class Boxes:
         """The elements of every device's box."""
         result = self._ones
         for dim in range(len(self.shape)):
-            start, stop = self._span(dim, axes_on(state, dim))
+            start, stop = self._span(dim, axes_on(state, dim), self._wanted)
             result = result * (stop - start)
         return result
 
@@ -101,12 +109,14 @@ class Boxes:
         padded = numpy.array([[*found, *[(0, 0)] * (most - len(found))] for found in pieces]).reshape(count, most, 2)
         return [(padded[:, number, 0], padded[:, number, 1]) for number in range(most)]
 
-    def _span(self, dim: int, axes: tuple[int, ...]) -> Spans:
-        key = (dim, axes)
+    def _span(self, dim: int, axes: tuple[int, ...], blocks: Mapping[int, int]) -> Spans:
+        block = blocks.get(dim, 1)
+        key = (dim, axes, block)
         if key not in self._spans:
             tile = self.shape[dim]
             start = numpy.zeros(self._at.shape[1], dtype=numpy.int64)
             extent = start + tile
+            tile = tile if block == 1 else whole_blocks(tile, self.devices(axes), block)
             for axis in axes:
                 tile = -(-tile // self.sizes[axis])
                 start = start + self._at[axis] * tile
@@ -116,9 +126,11 @@ class Boxes:
 
 
 @lru_cache(maxsize=64)
-def boxes_of(mesh: Mesh, shape: tuple[int, ...], windows: Windows = ()) -> Boxes:
+def boxes_of(
+    mesh: Mesh, shape: tuple[int, ...], windows: Windows = (), before: Blocks = (), wanted: Blocks = ()
+) -> Boxes:
     """The Boxes of these, made once."""
-    return Boxes(mesh, shape, windows)
+    return Boxes(mesh, shape, windows, before, wanted)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -104,13 +104,35 @@ def plan_moves(src: Sharding, dst: Sharding, shape: Sequence[int]) -> tuple[Move
             fix="make both shardings on the tensor's mesh, for its number of dims",
         )
     assert not src.windows, f"nothing leads from windows: {src}"
-    return _to_windows(src, dst, tuple(shape)) if dst.windows else _planned(src, dst, tuple(shape))
+    if src == dst:
+        return ()
+    if src.blocks:
+        return _from_blocks(src, dst, tuple(shape))
+    return _to_parts(src, dst, tuple(shape)) if dst.windows or dst.blocks else _planned(src, dst, tuple(shape))
 
 
-def _to_windows(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> tuple[Move, ...]:
+def _from_blocks(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> tuple[Move, ...]:
+    """What is partial is completed as it lies; then every device gets its part from whoever has it."""
+    ending = [(axis, op) for axis, op in src.partial if dst.partial_op(axis) != op]
+    kept = tuple([pair for pair in src.partial if pair not in ending])
+    now, moves = src, list[Move]()
+    if ending:
+        now = Sharding(src.mesh, src.ndim, src.dims, kept, (), src.blocks)
+        moves.append(Move(BETWEEN[Partial, Replicate].name, tuple([axis for axis, _ in ending]), now, ending[0][1]))
+    if now == dst:
+        return tuple(moves)
+    there = Sharding(dst.mesh, dst.ndim, dst.dims, kept, dst.windows, dst.blocks)
+    moves.append(direct_move(now, there))
+    if there != dst:
+        joining = tuple([axis for axis, _ in dst.partial if (axis, dst.partial_op(axis)) not in kept])
+        moves.append(Move(BETWEEN[Replicate, Partial].name, joining, dst, dst.partial[0][1]))
+    return tuple(moves)
+
+
+def _to_parts(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> tuple[Move, ...]:
     """What is partial is completed in tiles first, those that there are where all get the same window; then every
-    device gets its window from whoever has it."""
-    alike = not dst.partial and not any(window.stride for _, window in dst.windows)
+    device gets its window, or its blocks, from whoever has them."""
+    alike = not dst.partial and not dst.blocks and not any(window.stride for _, window in dst.windows)
     tiles = Sharding(src.mesh, src.ndim, src.dims) if alike else dst.plain
     moves = _planned(src, tiles, shape) if src.partial != dst.partial else ()
     return (*moves, direct_move(moves[-1].after if moves else src, dst))
@@ -147,14 +169,15 @@ def _elements_received(
     kind: str, shape: tuple[int, ...], before: Sharding, after: Sharding, axes: tuple[str, ...]
 ) -> int:
     numbers = [before.mesh.axis_names.index(axis) for axis in axes]
-    boxes = boxes_of(before.mesh, shape, after.windows)
+    boxes = boxes_of(before.mesh, shape, after.windows, before.blocks, after.blocks)
     return boxes.received(COLLECTIVES[kind], _state(before), _state(after), numbers)
 
 
 def direct_move(before: Sharding, after: Sharding) -> Move:
     """The direct way between two layouts that differ in nothing partial."""
-    if after.windows:
-        edge = halo(_state(before), _state(after), after.windows)
+    if after.windows or before.blocks or after.blocks:
+        of_parts = [*after.windows, *before.blocks, *after.blocks]
+        edge = halo(_state(before), _state(after), {dim for dim, _ in of_parts})
     else:
         edge = exchange(boxes_of(before.mesh, (1,) * before.ndim), _state(before), _state(after))
     return Move(edge.kind, tuple(before.mesh.axis_names[axis] for axis in edge.axes), after)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, combinations
@@ -17,7 +17,7 @@ from itertools import chain, combinations
 from mesh_tensor.base.collectives import BETWEEN, COLLECTIVES
 from mesh_tensor.base.placement import Partial, Placement, Replicate, Shard
 
-from .boxes import ORDER, PARTIAL, WHOLE, Boxes, State, Windows, axes_on, dim_at, place_of
+from .boxes import ORDER, PARTIAL, WHOLE, Boxes, State, axes_on, dim_at, place_of
 
 Cost = tuple[int, int, int, int]  # elements received, collectives, messages, steps
 
@@ -176,10 +176,11 @@ def exchange(boxes: Boxes, before: State, after: State) -> Edge:
     return Edge("permute" if whole_tiles else "exchange", tuple(sorted(axes)), after)
 
 
-def halo(before: State, after: State, windows: Windows) -> Edge:
-    """The direct way to windows: over the axes that change, and those that split what devices get windows of."""
+def halo(before: State, after: State, dims: Iterable[int]) -> Edge:
+    """The direct way to windows and blocks of these dims, and from blocks: over the axes that change, and those that
+    split what devices get them of."""
     changed = {axis for axis, place in enumerate(before) if place != after[axis]}
-    split = {axis for dim, _ in windows for axis in axes_on(after, dim)}
+    split = {axis for dim in dims for axis in axes_on(after, dim)}
     return Edge("halo", tuple(sorted(changed | split)), after)
 
 

@@ -1,7 +1,8 @@
 """Transfer: how a tensor goes from a layout on one mesh to a layout on another.
 
 Where a device of the one mesh and a device of the other meet in a box of the tensor, that box is sent. Every element
-crosses once, from one of those that have it; what several devices of the receiving mesh need is spread there then.
+crosses once, from one of those that have it; what several devices of the receiving mesh need is spread there then,
+where that takes no more bytes than sending it to each of them.
 """
 
 from __future__ import annotations
@@ -110,9 +111,20 @@ def _planned(
     is_small = itemsize * math.prod(shape) <= small
     whole = _without_partial(dst)
     source = _reduced(src, shape, is_small)
-    landing = whole if is_small else _spread_out(whole, shape)
-    sends = min((_sends(shape, source, landing, dim) for dim in range(max(src.ndim, 1))), key=_cost)
-    return TransferPlan(shape, dtype, itemsize, redistribution(src, source), sends, redistribution(landing, dst))
+    before = redistribution(src, source)
+
+    def landing_in(landing: Sharding) -> TransferPlan:
+        sends = min((_sends(shape, source, landing, dim) for dim in range(max(src.ndim, 1))), key=_cost)
+        return TransferPlan(shape, dtype, itemsize, before, sends, redistribution(landing, dst))
+
+    # Tiles that are spread are padded where they are uneven, which may take more bytes than it saves.
+    ways = [whole] if is_small else dict.fromkeys((_spread_out(whole, shape), whole))
+    return min(map(landing_in, ways), key=_received)
+
+
+def _received(plan: TransferPlan) -> int:
+    """The bytes that all devices of the receiving mesh get, from the other mesh and from each other."""
+    return plan.bytes + plan.after.bytes * plan.dst.mesh.num_devices
 
 
 def _without_partial(sharding: Sharding) -> Sharding:
@@ -127,7 +139,7 @@ def _reduced(src: Sharding, shape: tuple[int, ...], is_small: bool) -> Sharding:
 
 
 def _spread_out(sharding: Sharding, shape: tuple[int, ...], only: Sequence[str] | None = None) -> Sharding:
-    """The layout with its replicated axes splitting dims: tiles stay parts of what they were, even where they can."""
+    """The layout with its replicated axes splitting dims: tiles stay parts of what they were, with least padding."""
     for axis in sharding.mesh if only is None else only:
         size = sharding.mesh.size(axis)
         if size == 1 or not isinstance(sharding.placement(axis), Replicate):
@@ -140,7 +152,7 @@ def _spread_out(sharding: Sharding, shape: tuple[int, ...], only: Sequence[str] 
             if tile[dim] >= size and all(order.index(other) < order.index(axis) for other in axes)
         ]
         if nested:
-            sharding = sharding.with_shard(axis, min(nested, key=lambda dim: (tile[dim] % size != 0, dim)))
+            sharding = sharding.with_shard(axis, min(nested, key=lambda dim: (-(-tile[dim] // size) / tile[dim], dim)))
     return sharding
 
 

@@ -25,6 +25,7 @@ from mesh_tensor.program.from_kernel import lower_to_program
 from mesh_tensor.program.plan_module import PlanOptions, plan_graph, read_module
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.verify import peak_bytes
+from mesh_tensor.simulation.costs import working_bytes
 from mesh_tensor.simulation.streams import Events, called_seconds, play
 
 ParameterLayouts = Mapping[str, Mapping[str, int]]  # parameter -> axis -> dim
@@ -184,7 +185,8 @@ def _or_none(made: Callable[[Mesh, NamedLayouts], Strategy], mesh: Mesh, named: 
 def _simulated(program: Program, machine: Machine, named: NamedLayouts) -> Strategy:
     time, _ = play(Events(program, machine).all, len(machine.links), machine.busy)
     received = sum(step.bytes for step in program.steps)
-    return Strategy(program.mesh, named, time + called_seconds(program, machine), peak_bytes(program), received)
+    memory = peak_bytes(program, working_bytes(machine))
+    return Strategy(program.mesh, named, time + called_seconds(program, machine), memory, received)
 
 
 def _deeper(two: Strategy, three: Strategy, more: int, named: NamedLayouts) -> Strategy:

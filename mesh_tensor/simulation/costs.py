@@ -8,7 +8,7 @@ since it was touched last.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from mesh_tensor.base.collectives import collective_time, reach
@@ -16,8 +16,10 @@ from mesh_tensor.base.machine import Machine, Work
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import CollectiveStep, FreeStep, KernelStep, OpStep
 from mesh_tensor.rules.kernel.cost import has_products, loaded_again, loaded_bytes
+from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.cost import class_of, operator_work, pays_apart, read_bytes, touched_bytes
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
+from mesh_tensor.rules.operator.workspace import workspace_bytes
 
 COMPUTE = -1  # the stream of the device itself; others are numbers of the machine's links
 
@@ -36,6 +38,11 @@ class StepCost:
 
 
 NOTHING = StepCost("wait", COMPUTE, 0.0, "start")  # what waits, and memory that comes and goes, cost by themselves
+
+
+def working_bytes(machine: Machine) -> Callable[[OpCall], int]:
+    """What a call takes while it runs, on a device of the machine, beside its operands and results."""
+    return lambda call: workspace_bytes(call, machine.channel_block)
 
 
 class StepCosts:

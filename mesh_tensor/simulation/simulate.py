@@ -24,7 +24,7 @@ from mesh_tensor.program.verify import held_bytes, peak_bytes
 from mesh_tensor.rules.kernel.cost import unknown_extents
 from mesh_tensor.rules.kernel.reader import read_kernel
 
-from .costs import COMPUTE
+from .costs import COMPUTE, working_bytes
 from .pipelines import PipelineSimulation, simulate_pipeline
 from .streams import RUN, WAIT, Event, Events, called_seconds, critical, play
 from .summary import Group, Simulated, check_count, groups, named_kinds, page, table, trace, why
@@ -116,7 +116,7 @@ class Simulation(Simulated):
     """The predicted run of a Program on a Machine.
 
     time         seconds, from the first step's start to the last one's end
-    peak_bytes   the most bytes of tiles that a device holds at once
+    peak_bytes   the most bytes that a device holds at once: tiles, and what torch takes inside convolutions and pooling
     computing    seconds in which the device computes; what is left of `time` it waits for collectives
     """
 
@@ -146,12 +146,12 @@ class Simulation(Simulated):
     @cached_property
     def held(self) -> list[int]:
         """The bytes that a device holds during each step of the program."""
-        return held_bytes(self.program)
+        return held_bytes(self.program, working_bytes(self.machine))
 
     @cached_property
     def peak_bytes(self) -> int:
         """The most bytes that a device holds at once."""
-        return peak_bytes(self.program)
+        return peak_bytes(self.program, working_bytes(self.machine))
 
     @property
     def communicating(self) -> float:

@@ -19,7 +19,6 @@ from mesh_tensor.base.recent import KERNEL_SIZES, Recent
 from mesh_tensor.tir.nodes import nodes
 
 from .dtypes import dtype_name, torch_dtype
-from .interpreter import interpret
 
 Arg = torch.Tensor | int | float
 CompiledKernel = Callable[..., None]
@@ -110,6 +109,8 @@ def tir_function(
     """What `R.call_tir(func, tensors, numbers)` computes: a function of the tensors. Results start as poison, so that
     an element that `func` leaves out shows. Refused where `func` takes other parameters, or has what the interpreter
     does not know."""
+    from .interpreter import interpret
+
     func, scratch = _as_loops(sized(func, inputs, outputs, numbers))
     extra = [int(n) for n in numbers][: len(func.params) - len(inputs) - len(outputs) - len(scratch)]
 

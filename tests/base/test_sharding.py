@@ -117,6 +117,25 @@ def test_texts_with_other_than_windows_are_refused(windows):
         Sharding.make({"x": 2}, 1, f"S[0]; {windows}")
 
 
+def test_tiles_of_whole_blocks():
+    """30 elements over 4 devices, in blocks of 3: 9, 9, 9 and the last 3."""
+    mesh = Mesh({"x": 2, "y": 2})
+    rows = Sharding.make(mesh, 2, {"x": 0, "y": 0}).with_blocks([(0, 3), (1, 5)])
+    assert str(rows) == "S[0], S[0]; B[0]3", "dim 1 is whole"
+    assert rows is Sharding.parse(mesh, 2, str(rows))
+    assert rows is not rows.plain
+    assert rows.tile_shape((30, 5)) == (9, 5)
+    assert [rows.tile_offset((30, 5), rank)[0] for rank in range(4)] == [0, 9, 18, 27]
+    assert [rows.valid_extent((30, 5), rank)[0] for rank in range(4)] == [9, 9, 9, 3]
+    assert pickle.loads(pickle.dumps(rows)) is rows
+
+
+@pytest.mark.parametrize("blocks", ["B[0]", "B[0]x", "B[3]4"])
+def test_texts_with_other_than_blocks_are_refused(blocks):
+    with pytest.raises(MeshTensorError, match="are no windows or blocks"):
+        Sharding.make({"x": 2}, 1, f"S[0]; {blocks}")
+
+
 def test_texts_that_replicate_or_are_partial():
     assert Sharding.parse(MESH, 2, '{"x": 0, "y": null}') == Sharding.parse(MESH, 2, "S[0], R")
     assert Sharding.parse(MESH, 2, "{'x': 0, 'y': None}") == Sharding.parse(MESH, 2, '{"x": 0}')

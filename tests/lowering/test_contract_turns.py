@@ -65,6 +65,15 @@ def test_each_device_hands_on_to_the_next_and_the_rest_is_for_all():
 def test_a_kernel_says_that_devices_wait():
     rule = mt.sharding_rule(recurrent_network(8, 8, 4))
     assert "turns" in rule.factors.values()
+    alone, text = (
+        compiled(there_and_back(31, 8), mesh, dict.fromkeys("XYZ", 0)).explain()
+        for mesh in ({"x": 1}, {"x": 3, "y": 1})
+    )
+    assert "devices take turns" not in alone
+    there, back = text.split("devices take turns\n")[1].split("\n")[:2]
+    assert "along x, from the first device on, each makes there in its part of loop t" in there
+    assert "along x, from the last device on, each makes back in its part of loop t" in back
+    assert "to the one before it, which waits for it" in back
 
 
 KERNELS = {

@@ -255,3 +255,18 @@ def test_a_pending_sum_is_completed_before_devices_take_windows_of_it():
     ran = mt.distribute_module(made.mod, {"k": 2, "n": 3}, layout, weights=made.params, poison=True)
     with torch.no_grad():
         torch.testing.assert_close(ran(*given), model(*given), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_rows_of_owners_beside_a_sum_of_all_of_them(devices):
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, x):
+            rows = self.table[x.argmax(-1)]
+            return torch.where(x[0, 0] > 0, rows.sum(), rows)
+
+    torch.manual_seed(0)
+    run(Chosen(), torch.randn(5, 6), {"e": devices}, {"table": {"e": 0}})

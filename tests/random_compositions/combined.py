@@ -21,6 +21,24 @@ def plain(scene: Scene, over: str) -> Carried:
     )
 
 
+def by_a_reducer(scene: Scene, over: str) -> Carried:
+    """A reduction that is finalized after the loop."""
+    op = scene.pick(("sum", "sum", "max", "min"))
+    neutral = {"sum": "0.0", "max": "-T.infinity('float32')", "min": "T.infinity('float32')"}[op]
+    parts, total = scene.reducer("parts", over, op), scene.buffer("total", over, scope="fragment")
+    first = scene.pick(("", "", ", 0.5"))
+
+    def step() -> None:
+        x = block(scene, over, neutral)
+        with scene.block(*scene.loops(f"{over}k")):
+            scene.emit(f"T.reducer_update({scene.element(parts, over)}, {scene.element(x, f'{over}k')})")
+
+    def end() -> None:
+        scene.emit(f"T.finalize_reducer({parts}, {total})")
+
+    return Carried(over, [total], lambda: scene.emit(f"T.reducer_init({parts}{first})"), step, end)
+
+
 def integers(scene: Scene, over: str) -> Carried:
     """Whole numbers, in a narrow dtype now and then."""
     total = scene.buffer("count", over, scene.pick(("int32", "int32", "int8", "int16")))

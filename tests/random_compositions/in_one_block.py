@@ -116,12 +116,12 @@ def _by_blocks(scene: Scene, row: str, blocks: Dim) -> None:
     scene.dims["k"], scene.places["k"] = blocks, var
     place = scene.at("k")
     twist = scene.twist("not all", "some elements")
-    text = value(scene, "mk")
-    guards = [f"if {place} < {blocks.size}"] if blocks.size % blocks.block else []
-    guards += [f"if {test(scene, 'mk')}"] if twist == "some elements" else []
-    count = max(1, blocks.blocks - (twist == "not all"))
-    with scene.block(f"for {var} in T.serial({count})", *scene.loops("mk"), *guards):
-        scene.emit(f"{scene.element(row, 'mk', k=place)} = {text}")
+    with scene.block(f"for {var} in T.serial({max(1, blocks.blocks - (twist == 'not all'))})"):
+        text = value(scene, "mk")
+        guards = [f"if {place} < {blocks.size}"] if blocks.size % blocks.block else []
+        guards += [f"if {test(scene, 'mk')}"] if twist == "some elements" else []
+        with scene.block(*scene.loops("mk"), *guards):
+            scene.emit(f"{scene.element(row, 'mk', k=place)} = {text}")
     scene.dims["k"], scene.places["k"] = whole, at
 
 

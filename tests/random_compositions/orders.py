@@ -34,6 +34,10 @@ LOOPS = (
     "on from the row",
     "named by a table",
     "between numbers of a table",
+    "unrolled",
+    "downwards",
+    "every other",
+    "not from the start",
 )
 
 
@@ -74,7 +78,7 @@ def grid(scene: Scene, dims: str) -> Iterator[None]:
     body, scene.lines = scene.lines, []
     variables = names[0] if len(names) == 1 else f"({', '.join(names)})"
     with scene.block(f"with T.Kernel({', '.join(extents)}, threads=32) as {variables}"):
-        scene.emit(*(f'{b.name} = T.alloc_{b.scope}({b.shape}, "{b.dtype}")' for b in scene.buffers))
+        scene.emit(*(buffer.declared() for buffer in scene.buffers))
         if let and inner:
             with scene.block(inner[0]):
                 scene.lines += let
@@ -157,6 +161,15 @@ def walk(scene: Scene, dim: str) -> Iterator[str]:
         length = scene.number(1, blocks + 1)
         names = scene.param("blocks", [length], ["t"], "int32", below=blocks)
         place, headers = f"{names}[{var}]", [f"for {var} in T.serial({length})"]
+    elif kind == "unrolled":
+        headers = [f"for {var} in T.unroll({count})"]
+    elif kind == "downwards":
+        headers = [f"for {var} in T.serial({blocks - 1}, -1, -1)"]
+    elif kind == "every other":
+        headers = [f"for {var} in T.serial({scene.number(0, 1)}, {blocks}, {scene.number(2, 3)})"]
+    elif kind == "not from the start":
+        first = scene.number(0, blocks)
+        headers = [f"for {var} in T.serial({first}, {scene.number(first, blocks)})"]
     elif kind == "between numbers of a table":
         ends = scene.param("ends", [2], ["t"], "int32", below=blocks + 1)
         headers = [f"for {var} in T.serial({scene.pick(('', '', f'{ends}[1] // 2, '))}{ends}[0])"]

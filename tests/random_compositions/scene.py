@@ -84,6 +84,13 @@ class Scene(Writer):
         self.buffers.append(OnChip(name, shape, dtype, scope or self.pick(("fragment", "fragment", "shared"))))
         return name
 
+    def reducer(self, stem: str, dims: str, op: str) -> str:
+        """A reducer for a block in each of the dims; of one element without any."""
+        name = self.name(stem)
+        shape = tuple(self.dims[d].block for d in dims) or (1,)
+        self.buffers.append(OnChip(name, shape, "float32", "reducer", op))
+        return name
+
     def dtype_of(self, buffer: str) -> str:
         return next(b.dtype for b in self.buffers if b.name == buffer)
 

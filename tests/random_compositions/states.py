@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import combined, ordered
+from . import combined, in_turns, ordered
 from .blocks import Carried
 from .scene import Scene
 
@@ -28,6 +28,12 @@ _KINDS: dict[str, Callable[[Scene, str], Carried]] = {
     "best": ordered.best,
     "order matters": ordered.last,
     "chunks": ordered.chunks,
+    "reducer": combined.by_a_reducer,
+    "registers": in_turns.registers,
+    "copied": in_turns.copied,
+    "whole numbers": in_turns.generator,
+    "toggled": in_turns.toggled,
+    "carried on": in_turns.carried_on,
 }
 STATES = (
     *["reduction"] * 2,
@@ -41,4 +47,10 @@ STATES = (
     *["best"] * 2,
     "order matters",
     "chunks",
+    "reducer",
+    "registers",
+    *["copied"] * 2,
+    "whole numbers",
+    "toggled",
+    "carried on",
 )

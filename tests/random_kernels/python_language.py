@@ -164,10 +164,37 @@ def _reduce(op: str) -> Callable[..., None]:
     return reduce
 
 
-def _cumsum(src: Memory, dst: Memory | None = None, dim: int = 0, reverse: bool = False) -> None:
-    x = np.flip(src.array, dim) if reverse else src.array
-    total = np.cumsum(x, axis=dim, dtype=src.array.dtype)
-    (dst or src).array[...] = np.flip(total, dim) if reverse else total
+def _running(ufunc: np.ufunc) -> Callable[..., None]:
+    def running(src: Memory, dst: Memory | None = None, dim: int = 0, reverse: bool = False) -> None:
+        x = np.flip(src.array, dim) if reverse else src.array
+        total = ufunc.accumulate(x, axis=dim, dtype=src.array.dtype)
+        (dst or src).array[...] = np.flip(total, dim) if reverse else total
+
+    return running
+
+
+@dataclass(frozen=True)
+class Reducer(Memory):
+    """What is combined by `op`."""
+
+    op: str = "sum"
+
+
+def _reducer(shape: Sequence[int], dtype: str, op: str) -> Reducer:
+    return Reducer(np.zeros(tuple(shape), dtype), op=op)
+
+
+def _reducer_init(reducer: Reducer, init: float | None = None) -> None:
+    reducer.array[...] = {"sum": 0, "max": -np.inf, "min": np.inf}[reducer.op] if init is None else init
+
+
+def _reducer_update(target: Region, value: Any) -> None:
+    assert isinstance(target.memory, Reducer)
+    _atomic(target.memory.op)(target, value)
+
+
+def _finalize_reducer(reducer: Reducer, dst: Memory) -> None:
+    dst.array[...] = reducer.array
 
 
 def _atomic(op: str) -> Callable[..., Any]:
@@ -182,6 +209,11 @@ def _atomic(op: str) -> Callable[..., Any]:
         return previous
 
     return atomic
+
+
+def _of_float(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function, for which a literal is a float32, as in TileLang: numpy would go on with a float64."""
+    return lambda x: function(np.float32(x) if isinstance(x, float) and not isinstance(x, np.generic) else x)
 
 
 def _infinity(dtype: str) -> Any:
@@ -210,7 +242,12 @@ LANGUAGE = SimpleNamespace(
     clear=lambda dst: _fill(dst, 0),
     gemm=_gemm,
     wgmma_gemm=_gemm,
-    cumsum=_cumsum,
+    cumsum=_running(np.add),
+    cummax=_running(np.maximum),
+    alloc_reducer=_reducer,
+    reducer_init=_reducer_init,
+    reducer_update=_reducer_update,
+    finalize_reducer=_finalize_reducer,
     infinity=_infinity,
     min_value=lambda dtype: np.iinfo(dtype).min,
     max_value=lambda dtype: np.iinfo(dtype).max,
@@ -221,11 +258,7 @@ LANGUAGE = SimpleNamespace(
     max=_maximum,
     min=_minimum,
     abs=abs,
-    exp=np.exp,
-    exp2=np.exp2,
-    log=np.log,
-    floor=np.floor,
-    round=np.round,
+    **{name: _of_float(getattr(np, name)) for name in ("exp", "exp2", "log", "floor", "round")},
     **{f"reduce_{op}": _reduce(op) for op in ("sum", "max", "min", "abssum", "absmax")},
     **{f"atomic_{op}": _atomic({"add": "sum"}.get(op, op)) for op in ("add", "max", "min", "or")},
 )

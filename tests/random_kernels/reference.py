@@ -59,6 +59,8 @@ class _ToPython(ast.NodeTransformer):
         "clear",
         "gemm",
         "cumsum",
+        "cummax",
+        "reducer_update",
     )
 
     def __init__(self, variables: set[str]):

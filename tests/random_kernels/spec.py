@@ -29,12 +29,18 @@ class Param:
 
 @dataclass(frozen=True)
 class OnChip:
-    """An on-chip buffer; `scope` is "fragment" or "shared"."""
+    """An on-chip buffer; `scope` is "fragment", "shared" or "local", or "reducer" of an `op`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     scope: str
+    op: str = ""
+
+    def declared(self) -> str:
+        """The line that allocates it."""
+        op = f', op="{self.op}"' if self.op else ""
+        return f'{self.name} = T.alloc_{self.scope}({self.shape}, "{self.dtype}"{op})'
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class KernelSpec:
         extents = ", ".join(str(extent) for _, extent in self.grid)
         names = ", ".join(name for name, _ in self.grid)
         header = f"with T.Kernel({extents}, threads=128) as {names if len(self.grid) == 1 else f'({names})'}"
-        allocs = tuple(f'{b.name} = T.alloc_{b.scope}({b.shape}, "{b.dtype}")' for b in self.buffers)
+        allocs = tuple(buffer.declared() for buffer in self.buffers)
         kernel = Block(f"def kernel({params})", (Block(header, (*allocs, *self.body)),))
         return "\n".join(["@T.prim_func", *render(kernel, 0)]) + "\n"
 

@@ -140,3 +140,29 @@ def test_layouts_of_different_tensors():
     assert "not layouts of one tensor on one mesh" in message
     message = refusal(lambda: plan_moves(Sharding.make(MESHES[0], 1), Sharding.make(MESHES[0], 1, {"x": 0}), (4, 4)))
     assert "shape (4, 4) has 2 dims" in message
+
+
+@pytest.mark.parametrize("mesh", MESHES[:3], ids=lambda mesh: "x".join(map(str, mesh.shape.values())))
+def test_tiles_of_whole_blocks(mesh):
+    """To blocks, between them, and back: what a device receives is what it lacks of its part, counted element by
+    element; what is partial is completed where it lies."""
+    shape = (11, 6)
+    every = list(layouts(mesh, 2))
+    for src, dst in itertools.product(every[::3], every[::4]):
+        for before, after in ((src.with_blocks([(0, 4)]), dst), (src.with_blocks([(0, 4)]), dst.with_blocks([(0, 3)]))):
+            now = before
+            for move in plan_moves(before, after, shape):
+                assert illegal_move(now, move) == [], f"{before} -> {after}"
+                if not now.partial and not move.after.partial:
+                    lacks = [
+                        len(held(move.after, shape, rank) - held(now, shape, rank)) for rank in range(mesh.num_devices)
+                    ]
+                    received = elements_received(move.kind, shape, now, move.after, move.axes)
+                    assert received == max(lacks), f"{now} -> {move.after}"
+                now = move.after
+            assert now == after
+
+
+def held(layout, shape, rank):
+    """The elements that a device holds."""
+    return set(itertools.product(*(range(part.start, part.stop) for part in layout.box(shape, rank))))

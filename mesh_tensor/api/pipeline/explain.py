@@ -40,7 +40,7 @@ def explain_pipeline(
     held = {here.stage.index: held_bytes(here) for here in stages}
     sections = [
         [f"pipeline of {len(stages)} stages on {topology}"],
-        ["stages", *_stages(stages, seconds, held), *map(_origins, stages)],
+        ["stages", *_stages(stages, seconds, held), *_origins(stages)],
         ["transfers of a microbatch", *_transfers(stages)],
         [
             *_schedule(schedule, seconds, takes),
@@ -76,16 +76,24 @@ def _stages(
     return columns(rows)
 
 
-def _origins(here: StageFragments) -> str:
-    """The outermost submodules, or else the values, that a stage computes, and how often its fragments are transposed:
-    Shardy's origins."""
+def _origins(stages: Sequence[StageFragments]) -> Iterator[str]:
+    """The outermost submodules that each stage computes the whole of, or else those that end there, or the values; and
+    how often its fragments are transposed: Shardy's origins."""
+    named = [_computed(here) for here in stages]
+    for here, names in zip(stages, named, strict=True):
+        others = [name for each in named for name in each if name not in names]
+        whole = [name for name in names if not any(other.startswith(f"{name}.") for other in others)] or names
+        outer = [name for name in whole if not any(name.startswith(f"{other}.") for other in whole)]
+        back = " and ".join(kind for kind in "BIW" if kind in here.fragments)
+        counts = "transpose count 0 in F" + (f", 1 in {back}" if back else "")
+        yield f"  stage {here.stage.index} is of {', '.join(outer or here.stage.gives)}; {counts}"
+
+
+def _computed(here: StageFragments) -> list[str]:
+    """The submodules whose results a stage computes."""
     func = relax_function(here.stage.module, FUNCTION)
     params = {var.name_hint for var in func.params}
-    names = [theirs for theirs, own in source_names(func).items() if own not in params]
-    outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    back = " and ".join(kind for kind in "BIW" if kind in here.fragments)
-    counts = "transpose count 0 in F" + (f", 1 in {back}" if back else "")
-    return f"  stage {here.stage.index} is of {', '.join(outer or here.stage.gives)}; {counts}"
+    return [theirs for theirs, own in source_names(func).items() if own not in params]
 
 
 def _transfers(stages: Sequence[StageFragments]) -> list[str]:

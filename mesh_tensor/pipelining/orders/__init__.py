@@ -25,6 +25,10 @@ class Order:
     in_rounds: bool = False
     fills_twice: bool = False
 
+    def takes(self, chunks: int) -> bool:
+        """Whether a mesh may have so many stages."""
+        return self.any_chunks or chunks == self.chunks
+
 
 # name: the order; `also` are the names that torch.distributed.pipelining and Shardy's MPMD give it.
 SCHEDULES: dict[str, Order] = {
@@ -59,26 +63,37 @@ def make(name: str, meshes: int, microbatches: int, chunks: int | None = None) -
     chunks = order.chunks if chunks is None else chunks
     problems = _problems(order, meshes, microbatches, chunks)
     if problems:
-        refuse(problems, where=f"schedule {key!r}", fix="change the sizes, or take another schedule")
+        refuse(problems, where=f"schedule {key!r}", fix=_fix(order, meshes, chunks))
     return Schedule(key, tuple(tuple(row) for row in order.rows(meshes, microbatches, chunks)))
 
 
 def _problems(order: Order, meshes: int, microbatches: int, chunks: int) -> list[str]:
     sizes = {"meshes": meshes, "microbatches": microbatches, "chunks": chunks}
     bad = [
-        f"{what} is {shown(size)}, but it is an int of at least 1"
-        for what, size in sizes.items()
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1
+        f"{what} is {shown(size)}, but it is an int of at least 1" for what, size in sizes.items() if not _is_size(size)
     ]
     if bad:
         return bad
-    if not order.any_chunks and chunks != order.chunks:
+    if not order.takes(chunks):
         bad.append(f"{chunks} stages per mesh, but the order is made for {order.chunks}")
     if order.fills_twice and microbatches < 2 * meshes:
         bad.append(
             f"{microbatches} microbatches, but {meshes} meshes need at least {2 * meshes} to fill both directions"
         )
     return bad
+
+
+def _fix(order: Order, meshes: int, chunks: int) -> str:
+    if not (_is_size(meshes) and _is_size(chunks)) or order.takes(chunks):
+        return "change the sizes, or take another schedule"
+    fitting = [name for name, other in SCHEDULES.items() if other.takes(chunks) and name != "forward"]
+    nearest = sorted(fitting, key=lambda name: SCHEDULES[name].chunks != chunks)
+    way_out = f"take a schedule of {chunks} stages per mesh, as {listing(nearest)}"
+    return f"{way_out}; or cut into {meshes * order.chunks} stages"
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size >= 1
 
 
 def _plain(name: object) -> str:

@@ -9,19 +9,25 @@ from collections.abc import Iterator, Sequence
 from .coordinates import Coordinates
 from .factors import Factor
 from .live_ranges import LiveRange
-from .padding import takes_whole_blocks
+from .padding import Padding, takes_whole_blocks
 from .statements import Kernel, Loop, Statement, describe
 
 
-def loop_in_order(kernel: Kernel, factor: Factor, loops: Sequence[Loop]) -> tuple[Loop, list[Statement]] | None:
+def loop_in_order(
+    kernel: Kernel, coordinates: Coordinates, factor: Factor, loops: Sequence[Loop]
+) -> tuple[Loop, list[Statement]] | None:
     """The one of the loops in a top-level statement that all of the others are inside of, with its statements; None
-    where it is not the whole statement, not all of it is understood, or programs walk the factor, too."""
+    where it is not the whole statement, not all of it is understood, programs walk the factor, too, or the last block
+    does something behind the dim's end."""
     inside = [s for s in kernel.statements if any(loop in s.loops for loop in loops)]
     loop = next((loop for loop in loops if all(loop.var in s.vars for s in inside)), None)
-    if loop is None or loop.node is None or not takes_whole_blocks(kernel, factor):
+    if loop is None or loop.node is None:
         return None
     body = [s for s in kernel.statements if loop.var in s.vars]
     if any(s.unknown or s.may_be_skipped for s in body):
+        return None
+    padding = Padding(kernel, coordinates, factor, past_the_end=True)
+    if not takes_whole_blocks(kernel, factor) and not all(map(padding.is_skipped, body)):
         return None
     around = body[0].loops[: body[0].loops.index(loop)]
     return None if any(x.kind != "grid" or x.var in factor.roles for x in around) else (loop, body)

@@ -10,7 +10,7 @@ from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.base.recent import made_once
 from mesh_tensor.tir import effects, tile_calls, tile_ops
 from mesh_tensor.tir.linear import linear_form
-from mesh_tensor.tir.nodes import function_name, nodes
+from mesh_tensor.tir.nodes import conjuncts, function_name, nodes
 from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.user_reports import assert_call, is_print, printed_buffers
 from mesh_tensor.tir.views import left_views
@@ -182,9 +182,10 @@ class _Reader:
         return tree
 
     def _visit_if(self, stmt: tirx.IfThenElse) -> tuple:
-        self.conditions.append(stmt.condition)
+        outer = [*self.conditions]
+        self.conditions += conjuncts(stmt.condition)
         then = self._visit(stmt.then_case)
-        self.conditions.pop()
+        self.conditions = outer
         otherwise: list = []
         if stmt.else_case is not None:
             self.conditions.append(tirx.Not(stmt.condition))

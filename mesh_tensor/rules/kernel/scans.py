@@ -114,7 +114,7 @@ def _scan(
 ) -> Scan | None:
     """The scan of loops in one top-level statement, None if it is none: one loop that carries, all of what it carries
     is such a state, and whatever else it leaves belongs to a position."""
-    made = loop_in_order(kernel, factor, loops)
+    made = loop_in_order(kernel, coordinates, factor, loops)
     if made is None:
         return None
     loop, body = made

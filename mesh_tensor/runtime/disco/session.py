@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import ctypes
 import json
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -31,10 +34,13 @@ _START = 60.0  # seconds that starting takes at most beside the timeout
 class Held:
     """Something that every worker has. It is nothing any more when its session is closed."""
 
-    __slots__ = ("__weakref__", "ref")
+    __slots__ = ("__weakref__", "_let_go", "ref")
 
-    def __init__(self, ref: Any) -> None:
-        self.ref = ref
+    def __init__(self, ref: Any, let_go: deque[Any]) -> None:
+        self.ref, self._let_go = ref, let_go
+
+    def __del__(self) -> None:
+        self._let_go.append(self.ref)  # workers are told by the thread whose turn it is
 
 
 class DiscoSession:
@@ -42,7 +48,7 @@ class DiscoSession:
     this process in any case. Use it as a context manager, or close it.
 
     `timeout`, in seconds, bounds every collective and every call. After a worker failed, the session can only be
-    closed.
+    closed. Several threads may use it: they take turns.
 
     Raises:
         MeshTensorError: workers do not start.
@@ -53,6 +59,8 @@ class DiscoSession:
         self._timeout, self._number, self._broken = timeout, 0, ""
         self._threads, self._stuck = threads, False
         self._held: weakref.WeakSet[Held] = weakref.WeakSet()
+        self._let_go: deque[Any] = deque()
+        self._lock = threading.RLock()
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
         self._processes = WorkerProcesses()
         count = self.mesh.num_devices
@@ -75,25 +83,39 @@ class DiscoSession:
         Raises:
             MeshTensorError: a worker failed, ended or takes too long; the session is then broken.
         """
-        self._check_usable()
-        self._number += 1
-        refs = [arg.ref if isinstance(arg, Held) else arg for arg in args]
-        made = self._hold(self._call(actions.ACT, self._number, action, *refs))
-        self._await(self._number, action)
-        return made
+        with self.turn():
+            self._check_usable()
+            self._number += 1
+            refs = [arg.ref if isinstance(arg, Held) else arg for arg in args]
+            made = self._hold(self._call(actions.ACT, self._number, action, *refs))
+            self._await(self._number, action)
+            return made
 
     def put(self, tensor: torch.Tensor) -> Held:
         """A copy of the tensor on worker 0; nothing on the others."""
-        self._check_usable()
-        host = as_tvm(tensor.cpu().resolve_conj().resolve_neg())  # memory is sent as it is
-        place = self._call("runtime.disco.empty", tvm_ffi.Shape(host.shape), host.dtype, None, True, False)
-        disco.SessionCopyToWorker0(self._session, host, place)
-        return self._hold(place)
+        with self.turn():
+            self._check_usable()
+            host = as_tvm(tensor.cpu().resolve_conj().resolve_neg())  # memory is sent as it is
+            place = self._call("runtime.disco.empty", tvm_ffi.Shape(host.shape), host.dtype, None, True, False)
+            disco.SessionCopyToWorker0(self._session, host, place)
+            return self._hold(place)
 
     def gather(self, value: Held, ports: Sequence[tuple[Sequence[int], Sequence[int], str]]) -> list[torch.Tensor]:
         """Whole tensors of what the workers hold; see `actions.gather`."""
-        found = disco.DRefDebugGetFromRemote(self.act("gather", value, json.dumps(ports)).ref, 0)
-        return [as_torch(tensor) for tensor in found]
+        with self.turn():
+            found = disco.DRefDebugGetFromRemote(self.act("gather", value, json.dumps(ports)).ref, 0)
+            return [as_torch(tensor) for tensor in found]
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """The workers are the calling thread's meanwhile: Disco sends what several threads ask for as it comes, byte by
+        byte, and an answer to whoever looks first."""
+        with self._lock:
+            self._let_go.clear()
+            try:
+                yield
+            finally:
+                self._let_go.clear()
 
     @property
     def process_ids(self) -> dict[int, int]:
@@ -107,16 +129,17 @@ class DiscoSession:
 
     def close(self) -> None:
         """End the workers. What they hold is gone."""
-        if self._session is None:
-            return
-        if not self._broken and self._number:
-            try:
-                self.act("leave")
-            except Exception:
-                self._processes.kill()
-        _open.discard(self)
-        self._drop()
-        self._processes.join(_GRACE)
+        with self._lock:
+            if self._session is None:
+                return
+            if not self._broken and self._number:
+                try:
+                    self.act("leave")
+                except Exception:
+                    self._processes.kill()
+            _open.discard(self)
+            self._drop()
+            self._processes.join(_GRACE)
 
     def __enter__(self) -> DiscoSession:
         return self
@@ -129,7 +152,7 @@ class DiscoSession:
         return f"DiscoSession({self.mesh}, {state})"
 
     def _hold(self, ref: Any) -> Held:
-        held = Held(ref)
+        held = Held(ref, self._let_go)
         self._held.add(held)
         return held
 
@@ -190,6 +213,7 @@ class DiscoSession:
         meanwhile: what they still have to free, which may take that lock, has to be gone before."""
         for held in list(self._held):
             held.ref = None
+        self._let_go.clear()
         self._functions.clear()
         if self._stuck:  # the destructor would wait for ever
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._session))

@@ -78,7 +78,8 @@ def one_tiles(program: Program) -> list[OneTile]:
 def _one_tile(program: Program, written: KernelStep, kernel: KernelStep, value: ProgramValue) -> OneTile | None:
     layout, users = value.sharding, _users(program, value.storage)
     axes = tuple(axis for axis, op in layout.partial if layout.mesh.size(axis) > 1 and op == "sum")
-    if not axes or len(axes) < len(layout.partial) or not layout.is_in_mesh_order or value.storage in program.inputs:
+    is_plain = layout == layout.plain and layout.is_in_mesh_order
+    if not axes or len(axes) < len(layout.partial) or not is_plain or value.storage in program.inputs:
         return None
     collective = users[1].starts if users[0] is written and len(users) > 1 else None
     if collective is None or collective.src != value.name or not collective.wait:
@@ -106,7 +107,7 @@ def _is_all(
     """Whether nothing but the target is made of a value, and nobody has the memory of either for something else."""
     if target.storage == value.storage:
         return target.sharding == whole and _of_storage(program, value.storage) == {value.name, target.name}
-    if target.slab is not None or target.sharding.partial or target.sharding.windows or len(users) > 2:
+    if target.slab is not None or target.sharding.partial or target.sharding != target.sharding.plain or len(users) > 2:
         return False
     alone = _of_storage(program, value.storage) == {value.name} and value.storage not in program.outputs
     is_free = target.storage not in program.inputs and _users(program, target.storage)[0] is users[1]

@@ -57,7 +57,7 @@ def c_source(func: tirx.PrimFunc) -> str:
             why=str(error).strip().splitlines()[-1],
             fix='report it as a bug of mesh_tensor; target="interpret" runs the kernel without a compiler',
         )
-    text = re.sub(r"#include <tl_templates/cpp/common.h>", _prelude(kernel), text)
+    text = text.replace("#include <tl_templates/cpp/common.h>", _prelude(kernel))
     # Blocks never overlap anything else; TileLang's generator has no word for that.
     text = re.sub(r"\* (mt_block\d+_\w+)(?=[,)])", r"* __restrict__ \1", text)
     return text + _entry(kernel)

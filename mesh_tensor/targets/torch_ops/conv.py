@@ -74,6 +74,34 @@ def _conv(call: OpCall) -> Function:
     return convolve
 
 
+def conv_gradient(call: OpCall, wanted: int, dtype: torch.dtype) -> Function | None:
+    """(the other operand, the gradient of the result): the gradient of a convolution's operand `wanted`, by torch's own
+    function, which doesn't convolve first; None where torch computes it in other steps than one."""
+    n, floats = len(call.attr("strides")), (torch.float32, torch.float64)
+    before, after = call.attr("padding")[:n], call.attr("padding")[n:]
+    if before != after or dtype not in floats or torch_dtype(call.outputs[0].dtype) is not dtype:
+        return None
+    to_data, to_kernel, back = _orders(call, "OI")
+    orders = to_data, to_kernel
+    window = call.attr("strides"), before, call.attr("dilation"), False, [0] * n, call.attr("groups")
+    shape = [call.inputs[wanted].shape[dim] for dim in orders[wanted]]
+    mask = [wanted == 0, wanted == 1, False]
+
+    def gradient(other: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        other = other.to(dtype).permute(orders[1 - wanted])
+        seed = seed.to(dtype).permute(_inverse(back))
+        operands = [other, other]
+        operands[wanted] = other.new_empty(shape)  # which nothing reads; anything else torch would copy
+        made = torch.ops.aten.convolution_backward(seed, *operands, None, *window, mask)
+        return (made[wanted].permute(_inverse(orders[wanted])),)
+
+    return gradient
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
 @torch_op("nn.conv1d_transpose", "nn.conv2d_transpose", "nn.conv3d_transpose")
 def _conv_transpose(call: OpCall) -> Function:
     """The padding is cut from what each input element spreads over; output padding adds to its end."""

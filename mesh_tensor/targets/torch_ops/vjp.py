@@ -17,6 +17,7 @@ from mesh_tensor.rules.operator.vjp import VJP, Vjp, vjp_of
 
 from ..cpu.gelu import gelu_tanh_backward
 from ..dtypes import torch_dtype, wide
+from .conv import conv_gradient
 from .nn import is_causal, last_dims
 from .table import Function, Place, placed_torch_op, torch_function
 
@@ -39,6 +40,8 @@ _SCATTERED: dict[str, Callable[[OpCall], Scatter]] = {
     "take": lambda call: _scatter_rows(call),
 }
 
+_CONVOLUTIONS = {"nn.conv1d", "nn.conv2d", "nn.conv3d"}
+
 # Of operators whose results, or what else they compute, their gradients need.
 _RECORDED = {"nn.attention", "nn.attention_bias", "nn.layer_norm", "nn.rms_norm"}
 
@@ -50,6 +53,8 @@ def _vjp(call: OpCall, place: Place) -> Function:
     stated = vjp_of(call)
     if len(stated.calls) == 1 and stated.calls[0][0].name in _DIRECT:
         return _direct(stated, _DIRECT[stated.calls[0][0].name])
+    if (gradient := _of_convolution(stated)) is not None:
+        return gradient
     if can_be_recorded(call) and (made := _of_halves(call, place)) is not None:
         return made
     forward = _forward(stated, place)
@@ -159,6 +164,15 @@ def _of_halves(call: OpCall, place: Place) -> Function | None:
         return None
     count, made = len(stated.given), both
     return lambda *tensors: made.backward(*tensors, made.forward(*tensors[:count])[1])
+
+
+def _of_convolution(stated: Vjp) -> Function | None:
+    """The gradient of one operand of a convolution of both."""
+    (call, operands), *others = stated.calls
+    linear = len(stated.wrt) == 1 and stated.given == (1 - stated.wrt[0],) and stated.seeds == (0,)
+    if others or call.name not in _CONVOLUTIONS or operands != (0, 1) or not linear:
+        return None
+    return conv_gradient(call, stated.wrt[0], torch_dtype(stated.operands[stated.wrt[0]].dtype))
 
 
 def _direct(stated: Vjp, derivative: Derivative) -> Function:

@@ -240,6 +240,14 @@ def test_origins(run):
     assert "stage 1 is of loss; transpose count 0 in F, 1 in I and W" in run.explain()
 
 
+def test_a_submodule_that_is_cut_is_no_origin():
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)), torch.nn.Tanh())
+    module = mt.from_torch(torch.export.export(model, (torch.randn(2, 3),)))
+    text = mt.pipeline(module, MESHES, ["0.0"]).explain()
+    assert "stage 0 is of 0.0;" in text
+    assert "stage 1 is of 0.1, 1;" in text
+
+
 @row("reduction type")
 @pytest.mark.parametrize(("reduction", "by_torch"), [("sum", torch.sum), ("max", torch.amax), ("min", torch.amin)])
 def test_partial_sums_and_the_like(reduction, by_torch):
@@ -247,6 +255,13 @@ def test_partial_sums_and_the_like(reduction, by_torch):
     layout = mt.Sharding.make(mt.Mesh({"d": 2}), 1, partial={"d": reduction})
     there = mt.transfer(mt.MeshTensor(list(parts), (4,), layout), {"m": 3}, {"m": 0})
     torch.testing.assert_close(there.full(), by_torch(parts, 0))
+
+
+@row("propagation direction, edge node type")
+@pytest.mark.parametrize("stated", ["x", "layer1"])
+def test_layouts_spread_from_operands_and_from_results(chained, stated):
+    run = mt.pipeline(chained[0], MESHES, {"layer1": "m0", "layer3": "m1"}, {"m0": {stated: {"d": 0}}}, train=True)
+    assert {str(run.fragments[0].layouts[name]) for name in ("x", "layer1")} == {"S[0]"}
 
 
 @row("memory kind")

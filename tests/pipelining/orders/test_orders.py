@@ -68,6 +68,10 @@ def test_what_an_order_does_not_have_is_refused_by_size():
         make("1f1", 2, 4)
     with pytest.raises(ValueError, match=r"3 stages per mesh, but the order is made for 2\n  where: schedule 'zbv'"):
         make("zbv", 2, 4, 3)
+    with pytest.raises(
+        ValueError, match=r"2 stages per mesh, .* 1\n.*\n  fix: .*, as 'interleaved', .*; or cut into 3 stages"
+    ):
+        make("1f1b", 3, 4, 2)
     with pytest.raises(ValueError, match="3 microbatches, but 2 meshes need at least 4 to fill both directions"):
         make("dualpipev", 2, 3)
     with pytest.raises(ValueError, match="meshes is 0, but it is an int of at least 1"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import tvm_ffi
@@ -237,3 +239,16 @@ def test_views_that_torch_negates_when_it_reads_them():
     x = torch.randn(7, 4)
     run = mt.distribute_module(mt.from_torch(torch.export.export(Doubled(), (x,))), {"d": 2}, {"x": {"d": 0}})
     assert torch.equal(mt.run_on_disco(run, torch._neg_view(x), threads=True), -2 * x)
+
+
+def test_several_threads_take_turns(threads):
+    class Sums(torch.nn.Module):
+        def forward(self, x):
+            return x.sum(1)
+
+    x = torch.randn(6, 4)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(Sums(), (x,))), {"d": 2}, {"x": {"d": 1}})
+    on_disco, given = mt.DiscoModule(run, threads(run.mesh)), [x + n for n in range(12)]
+    with ThreadPoolExecutor(3) as callers:
+        for tensor, found in zip(given, callers.map(on_disco, given), strict=True):
+            torch.testing.assert_close(found, tensor.sum(1))

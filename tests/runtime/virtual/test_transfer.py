@@ -44,7 +44,7 @@ def test_random_pairs(small):
             assert all(torch.equal(there.tile(rank), wanted.tile(rank)) for rank in range(other.num_devices))
         check(plan, whole)
         crossed_once += plan.bytes == whole.numel() * 4
-    assert crossed_once > (200 if small == 0 else 100)
+    assert crossed_once > (140 if small == 0 else 100)  # others would be padded, and so are sent to all
 
 
 def check(plan, whole):
@@ -63,8 +63,7 @@ def check(plan, whole):
         assert torch.equal(times[valid], torch.ones_like(times[valid]))
     gathering = mt.plan_redistribution(plan.shape, whole.dtype, plan.src, {})
     assert plan.before.bytes <= gathering.bytes
-    assert plan.busiest()[1] <= whole.numel() * 4  # scattering sends no device more
-    assert plan.after.bytes <= whole.numel() * 4
+    assert plan.busiest()[1] + plan.after.bytes <= whole.numel() * 4  # scattering sends no device more
 
 
 def plan_of(shape, one, src, other, dst, small=0):
@@ -85,6 +84,16 @@ def test_replicas_get_parts_and_spread_them():
     assert str(plan.after.src) == "S[0], S[0]"
     assert [move.kind for move in plan.after.moves] == ["all_gather"]
     assert "after: (8, 6) float32, 'S[0], S[0]' -> 'S[0], R'" in str(plan)
+
+
+def test_parts_are_of_the_dim_that_is_padded_least():
+    plan = plan_of((6, 34), {"x": 1}, {}, {"p": 5}, {})
+    assert str(plan.after.src) == "R"  # parts of 7 columns are 35: more than are sent to all
+    plan = plan_of((6, 40), {"x": 1}, {}, {"p": 5}, {})
+    assert str(plan.after.src) == "S[1]"
+    assert plan.bytes + 5 * plan.after.bytes == 5 * 6 * 40 * 4
+    src = Sharding.make(Mesh({"x": 5}), 2, partial={"x": "sum"})
+    assert str(TransferPlan.make((6, 34), "float32", 4, src, src, 0).before.dst) == "S[1]"
 
 
 def test_what_is_small_is_sent_to_all():

@@ -1,0 +1,214 @@
+"""Poles: where what is computed of finite numbers is infinite, as a quotient by 0 is.
+
+Parts of a sum that are divided by 0, or multiplied by an infinite number, before they are added give NaN where the sum
+itself gives an infinite number. So a sum waits behind a division only if the divisor is never 0, and behind a product
+only if no other factor has a pole. Poles are followed element by element: what products, norms, attention and kernels
+make, and what the caller gives, counts as finite. What is too large for its type is no pole.
+
+    x.sum(0) / c                      completed before it is divided
+    x.sum(0) * rsqrt(v * v + 1e-6)    pending
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from mesh_tensor.base.dtypes import is_float
+from mesh_tensor.rules.operator.vjp import VJP, vjp_of
+
+from .ir import ANNOTATE, REDISTRIBUTE, Node, Value
+from .orders import number_of
+
+Signs = frozenset[int]
+_NEVER: Signs = frozenset()
+_BOTH: Signs = frozenset({1, -1})
+_TOPK = ("topk", "aten.topk.default")
+# What has elements of its first operand, or of all of them.
+_OF_FIRST = (
+    "builtin.stop_lift_params broadcast_to expand_dims flatten flip full gather_elements grad.end_checkpoint"
+    " grad.no_grad grad.start_checkpoint index_tensor max mean min permute_dims repeat reshape split squeeze"
+    " strided_slice take tile wrap_param"
+)
+_FIRST_OF = frozenset({*_OF_FIRST.split(), ANNOTATE, REDISTRIBUTE, *_TOPK})
+_ALL_OF = frozenset({"concat", "stack"})
+# What is made of each element, or in sums of them: infinite elements keep their signs, or may have any.
+_KEEP_SIGNS = frozenset({"add", "astype", "sum", "where"})
+_OF_ELEMENTS = (
+    "abs asin atan2 cosh cumprod cumsum divide ewise_fma multiply negative nn.gelu nn.gelu_tanh nn.leakyrelu nn.relu"
+    " nn.selu nn.silu nn.softplus power prod sinh sqrt square std subtract tan variance"
+)
+_MIX_SIGNS = frozenset(_OF_ELEMENTS.split())
+_NOT_NEGATIVE = frozenset(
+    {"abs", "exp", "nn.relu", "nn.softmax", "nn.softplus", "rsqrt", "sigmoid", "sqrt", "square", "std", "variance"}
+)
+_AT_ZERO = frozenset({"log", "rsqrt"})
+_OWN = frozenset({"acosh", "atanh"})
+_SMALLEST = {"float64": 2.0**-1022, "float16": 2.0**-14}  # less may have become 0
+_SMALLEST_OF_OTHERS = 2.0**-126
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Of the elements of a value: none is less than `lowest`; `infinite`: the signs of infinite ones that there may be;
+    `nonzero`: none is 0; `total`: a dim along which the sum is at least some number."""
+
+    lowest: float = -math.inf
+    infinite: Signs = _NEVER
+    nonzero: bool = False
+    total: tuple[int, float] | None = None
+
+
+class Poles:
+    """The poles of a graph, whose nodes come in order."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._known: dict[Value, _Known] = {}
+        for node in nodes:
+            operands = [self._of(value) for value in node.inputs]
+            for value in node.outputs:
+                self._known[value] = _made(node, value, operands)
+
+    def spoil(self, node: Node, waiting: Collection[int]) -> bool:
+        """Whether finite parts of these operands, in which a node is linear, may become infinite there."""
+        known = [self._of(value) for value in node.inputs]
+        if node.call.operator == VJP:
+            forward = vjp_of(node.call).forward
+            if forward.name in (*_AT_ZERO, "sqrt"):
+                return known[0].lowest <= 0
+            if forward.name in (*_OWN, "power") or forward.attr("epsilon", 1.0) <= 0:
+                return True
+        infinite = any(one.infinite for i, one in enumerate(known) if i not in waiting)
+        return infinite or (node.call.name == "divide" and not _divides_by_nonzero(node, known))
+
+    def _of(self, value: Value) -> _Known:
+        """What is known of an operand: of a constant, by looking at it."""
+        if value not in self._known:
+            self._known[value] = _given(value)
+        return self._known[value]
+
+
+def _given(value: Value) -> _Known:
+    lowest = _least(value.type.dtype)
+    if value.data is None or not value.type.elements:
+        return _Known(lowest)
+    data = value.data.data.numpy()
+    least, most = float(data.min()), float(data.max())
+    infinite = frozenset(sign for sign, end in ((1, most), (-1, least)) if end == sign * math.inf or math.isnan(end))
+    return _Known(least if not math.isnan(least) else -math.inf, infinite, bool(data.all()))
+
+
+def _least(dtype: str) -> float:
+    return 0.0 if dtype == "bool" or dtype.startswith("uint") else -math.inf
+
+
+def _made(node: Node, value: Value, operands: Sequence[_Known]) -> _Known:
+    dtype = value.type.dtype
+    lowest = max(_lowest(node, operands), _least(dtype))
+    if is_float(dtype) and 0 < lowest < _SMALLEST.get(dtype, _SMALLEST_OF_OTHERS):
+        lowest = 0.0
+    same = node.call.operator in _FIRST_OF - {"max", "mean", "min"} or node.call.name == "negative"
+    nonzero = same and operands[0].nonzero
+    return _Known(
+        lowest, _infinite(node, operands) if is_float(dtype) else _NEVER, nonzero, _total(node, value, operands)
+    )
+
+
+def _divides_by_nonzero(node: Node, operands: Sequence[_Known]) -> bool:
+    divisor = node.call.operands[1]
+    return bool(divisor) if divisor is not None else operands[-1].nonzero or operands[-1].lowest > 0
+
+
+def _infinite(node: Node, operands: Sequence[_Known]) -> Signs:
+    """The signs of infinite elements that the results may have."""
+    name = node.call.operator
+    if name == "divide" and not _divides_by_nonzero(node, operands):
+        return _BOTH
+    if (
+        name in _OWN
+        or (name in _AT_ZERO and operands[0].lowest <= 0)
+        or (name == "power" and _may_divide(node, operands))
+    ):
+        return _BOTH
+    taken = operands[:1] if name in _FIRST_OF else operands[1:] if name == "where" else operands
+    signs = _NEVER.union(*(one.infinite for one in taken))
+    if name in ("maximum", "minimum"):
+        kept = 1 if name == "maximum" else -1
+        return signs & {kept} | _BOTH.intersection(*(one.infinite for one in taken))
+    if name == "exp":
+        return signs - {-1}
+    if name in _FIRST_OF | _ALL_OF | _KEEP_SIGNS:
+        return signs
+    return _BOTH if signs and name in _MIX_SIGNS else _NEVER
+
+
+def _may_divide(node: Node, operands: Sequence[_Known]) -> bool:
+    """Whether something that may be 0 is raised to a power that may be less than 0."""
+    base, exponent = _numbers(node, operands)
+    return exponent < 0 and base <= 0
+
+
+def _lowest(node: Node, operands: Sequence[_Known]) -> float:
+    """What no element of the results is less than."""
+    name, least = node.call.operator, [one.lowest for one in operands]
+    if name in _FIRST_OF or name == "astype":
+        return least[0]
+    if name in _ALL_OF or name == "where":
+        return min(least[1:] if name == "where" else least)
+    lowest = 0.0 if name in _NOT_NEGATIVE else -math.inf
+    if name in _LOWEST:
+        lowest = max(lowest, _LOWEST[name](_numbers(node, operands)))
+    squares = name == "multiply" and len(operands) == 2 and node.inputs[0] is node.inputs[1]
+    if squares or (name == "power" and _is_even(node)):
+        lowest = max(lowest, 0.0)
+    if name == "sum" and operands[0].total is not None:
+        dim, total = operands[0].total
+        lowest = max(lowest, total if node.call.axes(node.call.attr("axis")) == (dim,) else lowest)
+    return lowest
+
+
+def _is_even(node: Node) -> bool:
+    """Whether something is raised to an even power."""
+    stated = node.call.operands[1]
+    exponent = number_of(node.inputs[-1]) if stated is None else stated
+    return exponent is not None and exponent % 2 == 0
+
+
+def _numbers(node: Node, operands: Sequence[_Known]) -> list[float]:
+    """Per tensor or number among the arguments what no element of it is less than."""
+    least, stated = iter([one.lowest for one in operands]), node.call.operands
+    return [next(least) if one is None else float(one) for one in stated if one is None or not isinstance(one, tuple)]
+
+
+def _sum(numbers: Sequence[float]) -> float:
+    return -math.inf if -math.inf in numbers else sum(numbers)
+
+
+def _product(numbers: Sequence[float]) -> float:
+    return math.prod(numbers) if min(numbers) >= 0 and math.inf not in numbers else -math.inf
+
+
+_LOWEST: dict[str, Callable[[list[float]], float]] = {
+    "add": _sum,
+    "multiply": _product,
+    "divide": lambda numbers: 0.0 if min(numbers) >= 0 else -math.inf,
+    "power": lambda numbers: 0.0 if numbers[0] >= 0 else -math.inf,
+    "maximum": max,
+    "minimum": min,
+    "clip": lambda numbers: min(max(numbers[:2]), numbers[2]),
+    "exp": lambda numbers: math.exp(min(numbers[0], 80.0)),
+    "sqrt": lambda numbers: math.sqrt(max(numbers[0], 0.0)),
+    "abs": lambda numbers: max(numbers[0], 0.0),
+    "ones": lambda numbers: 1.0,
+    "sum": lambda numbers: numbers[0] if numbers[0] >= 0 else -math.inf,
+}
+
+
+def _total(node: Node, value: Value, operands: Sequence[_Known]) -> tuple[int, float] | None:
+    """The dim along which a softmax adds up to 1, at least about so much of it for the largest elements."""
+    if node.call.operator == "nn.softmax":
+        dim = node.call.axis(node.call.attr("axis"))
+        return dim, 0.5 / max(1, value.type.shape[dim])
+    kept = node.call.operator in (*_TOPK, "astype") or node.is_annotation
+    return operands[0].total if kept and value is node.outputs[0] else None

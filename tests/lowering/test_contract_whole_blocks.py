@@ -1,0 +1,104 @@
+"""Kernels that depend on where their blocks start, of dims that axes don't split into whole blocks: tiles are made of
+whole blocks first, and what comes of them goes back."""
+
+import pytest
+import tilelang.language as T
+import torch
+
+from kernels.schedules import causal_product
+from tests.kernels.adversarial.grids import grouped_matmul, persistent_matmul
+from tests.other_machines import machine
+
+from .every_layout import check
+from .support import lowered, outline, run
+
+ROWS = {"S": {"x": 0}, "C": {"x": 0}}
+S, V = torch.randn(30, 30), torch.randn(30, 6)
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}, {"x": 5}])
+@pytest.mark.parametrize("start", ["row", "zero"])
+def test_rows_with_bounds_of_their_own(start, axes):
+    """30 rows are tiles of 15, 10 or 6, and of 16, 12 or 8 in blocks of 4: the last ones are short, or empty."""
+    func, expected = causal_product(30, 6, 4, start), (S.triu() if start == "row" else S.tril()) @ V
+    assert outline(lowered(func, axes, ROWS, strict=True)) == ["halo(S, x)", "kernel(S.1, V, C)", "halo(C, x)"]
+    torch.testing.assert_close(run(func, axes, ROWS, S, V), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_both_over_two_axes():
+    """What is partial is completed in tiles of whole blocks, before their rows go back."""
+    func, axes = causal_product(30, 6, 4), {"x": 2, "y": 2}
+    layouts = {"S": {"x": 0, "y": 1}, "V": {"y": 0}, "C": {"x": 0}}
+    assert outline(lowered(func, axes, layouts, strict=True)) == [
+        "halo(S, x, y)",
+        "halo(V, y)",
+        "kernel(S.1, V.1, C)",
+        "all_reduce(C, sum, y)",
+        "halo(C.1, x)",
+    ]
+    with machine(1):
+        check(func, [S, V], S.triu() @ V, [{"x": 3}, {"x": 2, "y": 2}])
+
+
+def test_two_axes_over_one_dim():
+    func, axes = causal_product(30, 6, 4), {"x": 2, "y": 2}
+    layouts = {"S": {"x": 0, "y": 0}, "C": {"x": 0, "y": 0}}
+    assert "halo(S, x, y)" in outline(lowered(func, axes, layouts, strict=True))
+    torch.testing.assert_close(run(func, axes, layouts, S, V), S.triu() @ V, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("func", [persistent_matmul(30, 31, 16, 4, 5), grouped_matmul(30, 31, 16, 4, 2)])
+def test_blocks_in_another_order(func):
+    a, b = torch.randn(30, 16), torch.randn(16, 31)
+    with machine(1):
+        assert "all_gather" not in str(outline(lowered(func, {"x": 3}, {"A": {"x": 0}, "C": {"x": 0}})))
+        check(func, [a, b], a @ b, [{"x": 3}])
+
+
+def first_largest(M, N, block, asks):
+    """Where the largest of every row first is; the row's end is asked for in a condition of its own, or in the same."""
+
+    @T.prim_func
+    def largest(A: T.Tensor((M, N), "float32"), At: T.Tensor((M,), "int32")):
+        with T.Kernel(M, threads=32) as row:
+            best = T.alloc_fragment((1,), "float32")
+            place = T.alloc_fragment((1,), "int32")
+            T.fill(best, -T.infinity("float32"))
+            T.fill(place, 0)
+            for k in T.serial(T.ceildiv(N, block)):
+                for i in T.Parallel(1):
+                    for j in T.serial(block):
+                        if asks == "first":
+                            if k * block + j < N:  # noqa: SIM102  (two conditions)
+                                if A[row, k * block + j] > best[i]:
+                                    best[i] = A[row, k * block + j]
+                                    place[i] = k * block + j
+                        elif k * block + j < N and A[row, k * block + j] > best[i]:
+                            best[i] = A[row, k * block + j]
+                            place[i] = k * block + j
+            At[row] = place[0]
+
+    return largest
+
+
+@pytest.mark.parametrize(("columns", "asks"), [(32, "also"), (30, "also"), (30, "first")])
+def test_states_of_blocks(columns, asks):
+    """Tiles of 11 and 10 columns, none of which is whole blocks of 4; the last block may be short."""
+    func, a = first_largest(5, columns, 4, asks), torch.randint(0, 9, (5, columns)).float() - 9
+    found = run(func, {"x": 3}, {"A": {"x": 1}}, a)
+    torch.testing.assert_close(found, a.argmax(1).to(torch.int32))
+    steps = outline(lowered(func, {"x": 3}, {"A": {"x": 1}}, strict=True))
+    assert steps[0] == "halo(A, x)"
+    assert "all_gather(A, dim 1, x)" not in steps
+
+
+def test_what_would_move_more_is_gathered():
+    """15 rows in blocks of 8 over 4 devices are the first two's: the rows of C that the others lack are more than S."""
+    rows, v = {"C": {"x": 0}, "S": {"x": 0}}, torch.randn(15, 600)
+    func, s = causal_product(15, 600, 8), torch.randn(15, 15)
+    assert outline(lowered(func, {"x": 4}, rows)) == [
+        "all_gather(S, dim 0, x)",
+        "kernel(S.1, V, C)",
+        "slice(C, dim 0, x)",
+    ]
+    torch.testing.assert_close(run(func, {"x": 4}, rows, s, v), s.triu() @ v, rtol=1e-4, atol=1e-4)
