@@ -75,6 +75,20 @@ def test_modules_in_the_text_are_there():
     assert not unknown
 
 
+def test_where_it_is_decided():
+    """Ten questions have one file each. A name without a folder is in the folder of the one before."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where is it decided?")[2].partition("\n## ")[0]
+    tables = [re.findall(r"^\| (.+) \| (.+) \|$", part, re.MULTILINE)[1:] for part in text.split("All others:")]
+    first, others = ([re.findall(r"`([\w/]+\.py)`", answer) for _, answer in table] for table in tables)
+    assert [len(files) for files in first] == [1] * 10
+    missing, folder = [], ""
+    for name in (name for files in (*first, *others) for name in files):
+        folder = name.rpartition("/")[0] or folder
+        place = f"{folder}/{name.rpartition('/')[2]}"
+        missing += [] if (ROOT / "mesh_tensor" / place).is_file() else [place]
+    assert not missing
+
+
 def test_links_lead_somewhere():
     broken = [
         f"{page.relative_to(ROOT)}: {link}"

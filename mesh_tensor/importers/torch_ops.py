@@ -6,6 +6,7 @@ Each function takes the fx node and TVM's importer (`env`: node -> Relax value; 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -147,6 +148,20 @@ def detach(node: torch.fx.Node, importer: Any) -> relax.Expr:
     return emit(importer, relax.op.grad.no_grad(x)) if "float" in x.struct_info.dtype else x
 
 
+def _of_a_sample(importer: Any, shape: Sequence[Any], dims: Sequence[int], dtype: str) -> relax.Expr:
+    """What the variance of the elements along `dims` is multiplied by to be that of a sample: n / (n - 1)."""
+    if all(isinstance(size, int) for size in shape):
+        count = math.prod(shape[dim] for dim in dims)
+        return relax.const(count / (count - 1), dtype)
+    # as many ones as a channel has elements, in float32: in 16 bits they are too many
+    importer.conditions.append(f"{' * '.join(f'({shape[dim]})' for dim in dims)} >= 2")
+    ones = emit(importer, relax.op.ones([1 if dim == 1 else size for dim, size in enumerate(shape)], "float32"))
+    many = emit(importer, relax.op.reshape(emit(importer, relax.op.sum(ones)), [1]))
+    rest = emit(importer, relax.op.subtract(many, relax.const(1.0, "float32")))
+    share = emit(importer, relax.op.divide(many, rest))
+    return share if dtype == "float32" else emit(importer, relax.op.astype(share, dtype))
+
+
 def batch_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
     """In training: the data normalised by the batch's own mean and variance, these (the second as the inverse of the
     root), and the running ones that they enter; the variance as one of a sample."""
@@ -183,17 +198,7 @@ def batch_norm(node: torch.fx.Node, importer: Any) -> relax.Expr:
         return bound(relax.op.add(kept, bound(relax.op.multiply(new, number(momentum)))))
 
     flat = [bound(relax.op.reshape(tensor, [shape[1]])) for tensor in (own, inverse, spread)]
-    if all(isinstance(size, int) for size in shape):
-        count = math.prod(shape[dim] for dim in dims)
-        sample = bound(relax.op.multiply(flat[2], number(count / (count - 1))))
-    else:  # as many ones as a channel has elements, in float32: in 16 bits they are too many
-        importer.conditions.append(f"{' * '.join(f'({shape[dim]})' for dim in dims)} >= 2")
-        ones = bound(relax.op.ones([1 if dim == 1 else size for dim, size in enumerate(shape)], "float32"))
-        many = bound(relax.op.reshape(bound(relax.op.sum(ones)), [1]))
-        rest = bound(relax.op.subtract(many, relax.const(1.0, "float32")))
-        share = bound(relax.op.divide(many, rest))
-        share = share if dtype == "float32" else bound(relax.op.astype(share, dtype))
-        sample = bound(relax.op.multiply(flat[2], share))
+    sample = bound(relax.op.multiply(flat[2], _of_a_sample(importer, shape, dims, dtype)))
     made = [result, flat[0], flat[1], entered(mean, flat[0]), entered(var, sample)]
     dtypes = [dtype_name(meant.dtype) for meant in node.meta["val"]]
     return bound(relax.Tuple([in_dtype(importer, *each) for each in zip(made, dtypes, strict=True)]))

@@ -195,7 +195,7 @@ class Simulation(Simulated):
 
     def groups(self) -> list[Group]:
         """The steps by kind, the dearest first, with their share of the critical path and the time without them."""
-        return groups(self.steps, self.critical_path, self.time, self.without)
+        return groups(self.steps, self.critical_path, self.without)
 
     def without(self, kinds: Iterable[str] | str) -> float:
         """The seconds that everything would take if steps of these kinds, or of this one, took none. Kinds are what

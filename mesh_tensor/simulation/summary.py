@@ -57,7 +57,7 @@ class Group:
 
 
 def groups(
-    steps: Sequence[StepTime], path: Sequence[StepTime], time: float, without: Callable[[Iterable[str]], float]
+    steps: Sequence[StepTime], path: Sequence[StepTime], without: Callable[[Iterable[str]], float]
 ) -> list[Group]:
     """The steps by kind; those first without which everything would be over soonest."""
     by_kind: dict[str, list[StepTime]] = defaultdict(list)
