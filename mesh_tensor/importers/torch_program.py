@@ -62,6 +62,8 @@ def check_program(program: torch.export.ExportedProgram) -> None:
     specs = program.graph_signature
     if effects := _effects(program):
         refuse(effects, where="the exported program", fix="leave out what prints, or keeps objects")
+    if narrow := list(_of_8_bits(program)):
+        refuse(narrow, where="the exported program", why="modules have no such numbers", fix="give them as bfloat16")
     problems = [*map(_wrong_result, specs.output_specs), *map(_wrong_input, specs.input_specs)]
     problems += _closed_sizes(program)
     targets = {spec.target for spec in specs.input_specs}
@@ -86,6 +88,13 @@ def _closed_sizes(program: torch.export.ExportedProgram) -> Iterator[str]:
         for dim, size in enumerate(getattr(node.meta.get("val"), "shape", ())):
             if isinstance(size, torch.SymInt) and size.node.expr.is_number:
                 yield f"dim {dim} of {node.name!r} is {size} for good, as an operator has no open size there"
+
+
+def _of_8_bits(program: torch.export.ExportedProgram) -> Iterator[str]:
+    for node in program.graph.find_nodes(op="placeholder"):
+        dtype = getattr(node.meta.get("val"), "dtype", None)
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1:
+            yield f"{node.name!r} is of {dtype}"
 
 
 def operators(program: torch.export.ExportedProgram) -> Iterator[torch.fx.Node]:

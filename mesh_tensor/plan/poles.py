@@ -20,6 +20,8 @@ from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
 from .ir import ANNOTATE, REDISTRIBUTE, Node, Value
 from .orders import number_of
+from .tir_linear import has_poles
+from .tir_rule import analysed
 
 Signs = frozenset[int]
 _NEVER: Signs = frozenset()
@@ -123,6 +125,8 @@ def _divides_by_nonzero(node: Node, operands: Sequence[_Known]) -> bool:
 def _infinite(node: Node, operands: Sequence[_Known]) -> Signs:
     """The signs of infinite elements that the results may have."""
     name = node.call.operator
+    if node.kernel is not None:
+        return _BOTH if any(one.infinite for one in operands) or has_poles(analysed(node.kernel)) else _NEVER
     if name == "divide" and not _divides_by_nonzero(node, operands):
         return _BOTH
     if (

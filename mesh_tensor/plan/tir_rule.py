@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import combinations
 from types import MappingProxyType
 
 from tvm import tirx
@@ -21,7 +20,6 @@ from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.normalize import normalize
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
-from mesh_tensor.rules.kernel.statements import Statement
 from mesh_tensor.rules.kernel.workspaces import workspace_dims
 from mesh_tensor.rules.operator import OpRule, has_rule, rule_of
 from mesh_tensor.rules.operator.rule import InnerReduction, whole_rule
@@ -31,11 +29,9 @@ from mesh_tensor.tir.prover import Prover
 
 from .ir import ANNOTATE, Graph, Node
 from .tir_atoms import divides_groups, in_groups, plain_dims, with_compound_dims
-from .tir_nests import loaded
+from .tir_linear import linear_operands
 
 Sizes = Mapping[tirx.Var, int]  # of symbols
-_MOST_OPERANDS = 4
-_FREE, _LINEAR = 0, 1
 _TYPICAL = 1024
 
 
@@ -51,7 +47,7 @@ def kernel_rule(node: Node, mesh: Mesh) -> OpRule:
         raise MeshTensorError(f"{error}\n  binding: {node.where}") from None
     names = list(analysis.kernel.params)
     inputs, outputs = names[: len(node.inputs)], names[len(node.inputs) :]
-    plain, linear = plain_dims(analysis), _linear(analysis, inputs)
+    plain, linear = plain_dims(analysis), linear_operands(analysis, inputs)
     found = None if plain else in_groups(analysis)
     if found is not None and divides_groups(mesh, found[0]):
         made, after = found
@@ -204,56 +200,6 @@ def _inner_value(
     names = tuple(None if dim.factor is None else dim.factor.name for dim in dims)
     shape = tuple(typical_size(dim.size, sizes) for dim in dims)
     return InnerReduction(factor.name, op, names, shape, live_range.buffer.dtype, ends)
-
-
-def _linear(analysis: Analysis, inputs: list[str]) -> tuple[frozenset[int], ...]:
-    """The sets of operands in which all that the kernel stores is linear."""
-    statements = analysis.kernel.statements
-    if len(inputs) > _MOST_OPERANDS or not all(_is_plain_store(s, analysis) for s in statements):
-        return ()
-    sets = [frozenset(s) for count in range(1, len(inputs) + 1) for s in combinations(range(len(inputs)), count)]
-    return tuple(
-        chosen for chosen in sets if _is_linear(statements, [analysis.kernel.params[inputs[i]] for i in chosen])
-    )
-
-
-def _is_plain_store(statement: Statement, analysis: Analysis) -> bool:
-    """A store to a result of what is computed from operands, or a sum of such."""
-    if not isinstance(statement.node, tirx.BufferStore) or statement.op not in (None, "sum") or statement.unknown:
-        return False
-    return analysis.kernel.is_param(statement.target.buffer) and not any(
-        analysis.written(str(access.buffer.name)) for access in statement.reads
-    )
-
-
-def _is_linear(statements: list[Statement], operands: list[tirx.Buffer]) -> bool:
-    for statement in statements:
-        elsewhere = [*statement.conditions, *statement.target.indices]
-        if any(buffer in operands for buffer in loaded(elsewhere)):
-            return False
-        if _LINEAR not in _degrees(statement.values[0], operands):
-            return False
-    return True
-
-
-def _degrees(expr: tirx.PrimExpr, operands: list[tirx.Buffer]) -> frozenset[int]:
-    """Whether an expression does not depend on the operands, or is linear in them (0 is both), or neither."""
-    if not any(buffer in operands for buffer in loaded([expr])):
-        is_zero = isinstance(expr, (tirx.IntImm, tirx.FloatImm)) and expr.value == 0
-        return frozenset((_FREE, _LINEAR) if is_zero else (_FREE,))
-    if isinstance(expr, tirx.BufferLoad):
-        indirect = any(buffer in operands for buffer in loaded(expr.indices))
-        return frozenset() if indirect else frozenset((_LINEAR,))
-    if isinstance(expr, (tirx.Add, tirx.Sub)):
-        return _degrees(expr.a, operands) & _degrees(expr.b, operands)
-    if isinstance(expr, tirx.Mul):
-        a, b = _degrees(expr.a, operands), _degrees(expr.b, operands)
-        return frozenset(i + j for i in a for j in b) & {_FREE, _LINEAR}
-    if isinstance(expr, tirx.Div) and expr.dtype.startswith("float"):
-        return _degrees(expr.a, operands) if _FREE in _degrees(expr.b, operands) else frozenset()
-    if isinstance(expr, tirx.Select) and _FREE in _degrees(expr.condition, operands):
-        return _degrees(expr.true_value, operands) & _degrees(expr.false_value, operands)
-    return frozenset()
 
 
 def node_rules(graph: Graph, *, replicate_unknown: bool) -> dict[Node, OpRule]:

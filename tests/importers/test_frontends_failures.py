@@ -59,6 +59,22 @@ def test_attention_of_other_ranks():
     assert "expand them to (batch, heads, positions, size) tensors" in text
 
 
+def test_floats_of_8_bits():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+
+        def forward(self, x, s):
+            return x * self.w.float() * s.float()
+
+    program = torch.export.export(Scaled(), (torch.randn(3), torch.ones(3).to(torch.float8_e5m2)))
+    with pytest.raises(mt.MeshTensorError) as error:
+        mt.from_torch(program)
+    assert "'p_w' is of torch.float8_e4m3fn" in str(error.value)
+    assert "'s' is of torch.float8_e5m2" in str(error.value)
+
+
 def test_weights_without_memory():
     """An exporter under FakeTensorMode gives weights that are shapes only."""
     with torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):

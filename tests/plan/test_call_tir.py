@@ -178,6 +178,33 @@ def test_pending_sums_are_carried_through_functions_that_are_linear():
     assert collectives(made) == ["all_reduce"]
 
 
+@pytest.mark.parametrize("pending", [True, False], ids=["a number", "what may be 0"])
+def test_pending_sums_are_completed_before_a_function_with_a_pole(pending):
+    def quotient(builder, env):
+        return relax.op.divide(env["a"], relax.const(3.0) if pending else env["v"])
+
+    def root(builder, env):
+        return relax.op.exp(env["v"]) if pending else relax.op.rsqrt(env["v"])
+
+    steps = [
+        ("a", lambda bb, env: relax.op.sum(env["x"], [0])),
+        ("q", quotient),
+        ("b", lambda bb, env: relax.op.sum(relax.op.square(env["x"]), [0])),
+        ("r", root),
+        ("p", lambda bb, env: relax.op.multiply(env["b"], env["r"])),
+        ("z", lambda bb, env: relax.op.stack([env["q"], env["p"]])),
+    ]
+    made = mt.distribute_module(
+        legalized(module({"x": (6, 4), "v": (4,)}, steps)), {"x": 2}, {"x": {"x": 0}}, target="interpret"
+    )
+    x, v = torch.randn(6, 4), torch.tensor([0.0, 1.0, 0.0, 2.0])
+    x[:3, 0], x[3:, 0] = 2.0, -1.0  # parts of other signs
+    wanted = torch.stack([x.sum(0) / (3 if pending else v), x.square().sum(0) * (v.exp() if pending else v.rsqrt())])
+    torch.testing.assert_close(made(x, v), wanted)
+    completed = [step.reason.split()[0] for step in made.program.collectives]
+    assert completed == (["main.q", "main.p"] if pending else ["main.a", "main.b"])
+
+
 def test_what_is_scattered_is_not_reduced_whole():
     mod = legalized(module({"x": (4, 8), "w": (8, 6)}, [("a", lambda bb, env: relax.op.matmul(env["x"], env["w"]))]))
     made = mt.distribute_module(mod, {"x": 2}, {"x": {"x": 1}, "w": {"x": 0}, "a": {"x": 0}})
