@@ -26,9 +26,25 @@ class NormedAfter(llama.Block):
         return self.mlp_norm(x + self.mlp(x))
 
 
+class Einsums(nn.Module):
+    """Attention whose layers are einsums over heads, as in Flax."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm, size = nn.LayerNorm(width), width // heads
+        self.q, self.k, self.v = (nn.Parameter(torch.randn(width, heads, size)) for _ in range(3))
+        self.o = nn.Parameter(torch.randn(heads, size, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, positions, width) -> the same."""
+        normed = self.norm(x)
+        q, k, v = (torch.einsum("btw,whd->bhtd", normed, part) for part in (self.q, self.k, self.v))
+        return x + torch.einsum("bhtd,hdw->btw", F.scaled_dot_product_attention(q, k, v), self.o)
+
+
 def cases() -> list[Case]:
     """All rows."""
-    return [*normed_after(), *few_key_heads()]
+    return [*normed_after(), *einsums(), *few_key_heads()]
 
 
 def trained(
@@ -51,13 +67,24 @@ def normed_after() -> list[Case]:
     make = partial(NormedAfter, config)
     why = "an all-gather before, a reduce-scatter after each part"
     forward = Hand(4 * gathered(stream, 4), 4, why)
-    back = Hand(9 * gathered(stream, 4), 9, f"{why}; back the same, but for the inputs' gradient; inputs once more")
+    summed = reduced(2 * config.width + 1, 4)
+    back = Hand(
+        7 * gathered(stream, 4) + summed, 8, f"{why}; back, too, but for the input; norms' gradients are summed"
+    )
     step = trained(make, F.mse_loss, x, *tables, torch.randn_like(x))
     name = "LLaMA block, norms last"
     return [
         Case(name, "TP + SP", partial(from_model, make, x, *tables), {"m": 4}, split, forward),
         Case(f"{name}, trained", "TP + SP", step, {"m": 4}, split | {"target": {"m": 1}}, back),
     ]
+
+
+def einsums() -> list[Case]:
+    """Positions beside heads, where each layer has a view of its own of what it takes."""
+    x, make = torch.randn(8, 64, 256), partial(Einsums, 256, 8)
+    split = {name: {"m": 1} for name in ("q", "k", "v")} | {"o": {"m": 0}, "x": {"m": 1}}
+    hand = Hand(2 * gathered(x.numel(), 4), 2, "an all-gather before, a reduce-scatter after")
+    return [Case("attention by einsums", "TP + SP", partial(from_model, make, x), {"m": 4}, split, hand)]
 
 
 def few_key_heads() -> list[Case]:

@@ -4,7 +4,8 @@
     w_t_whole = all_gather(w_t)             w_t_whole = permute_dims(w_whole)
 
 And so is what is gathered of a tensor that repeats the elements of another one, or has them in more bits: of keys of
-fewer heads than queries have, those are gathered that there are.
+fewer heads than queries have, those are gathered that there are. Of several views of one tensor, as einsums make them
+of what they share, the tensor is gathered, once.
 
 So a weight that is split by rows arrives as it was sent, is never copied transposed, and may be on its way as soon as
 it is there; products take the transpose with them (`program.fuse`). What is needed again at once, as the last layer's
@@ -13,6 +14,7 @@ weight is by its gradient, is not gathered again, and what devices had whole a m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -45,6 +47,7 @@ class _Swaps:
         }
         # By value, layout, dtype and scopes: when it was made so, and as what.
         self._known: dict[tuple[Value, Sharding, str, Scopes], tuple[int, Form]] = {}
+        self._shared = Counter(key for step in made.steps if _gathers(step) for key in self._ways(step))
         self._products = 0
         forms = [form for step in made.steps for form in step.outputs]
         taken = [form.name for form in (*made.params, *made.constants, *forms)]
@@ -85,23 +88,43 @@ class _Swaps:
         return Form(self._fresh.name(like.value.name), like.value, sharding, like.dtype)
 
     def _before(self, step: ExplicitStep) -> list[Run]:
-        """What made of a smaller tensor, or of a transposed one, what is gathered, in order; nothing if it does not lie
-        so that it can be gathered before."""
-        if step.move is None or step.move.kind != _ALL_GATHER:
+        """What made of a smaller tensor, of one that is gathered more often, or of a transposed one, what is gathered,
+        in order; nothing if it does not lie so that it can be gathered before."""
+        if step.move is None or not _gathers(step):
             return []
-        runs, best, form = list[Run](), list[Run](), step.src
-        least = size = self._bytes(form)
-        while (run := self._makers.get(form)) is not None and _is_split_along(run.inputs[0], step.move.axes):
+        runs, best, form, axes = list[Run](), list[Run](), step.src, step.move.axes
+        first = least = self._bytes(form), -self._shared[form, axes]
+        for run in self._runs(step):
             runs.insert(0, run)
             (form,) = run.inputs
-            if self._bytes(form) < least:
-                best, least = list(runs), self._bytes(form)
-        if least == size and runs and runs[-1].node.call.name == _TRANSPOSE:
+            found = self._bytes(form), -self._shared[form, axes]
+            if found < least:
+                best, least = list(runs), found
+        if least == first and runs and runs[-1].node.call.name == _TRANSPOSE:
             return runs[-1:]
         return best
 
+    def _runs(self, step: ExplicitStep) -> Iterator[Run]:
+        """The steps that made what is gathered, the last one first, as far back as it lies so that it can be gathered
+        before."""
+        assert step.move is not None
+        form = step.src
+        while (run := self._makers.get(form)) is not None and _is_split_along(run.inputs[0], step.move.axes):
+            yield run
+            (form,) = run.inputs
+
+    def _ways(self, step: ExplicitStep) -> Iterator[tuple[Form, tuple[str, ...]]]:
+        """What could be gathered instead, itself first."""
+        assert step.move is not None
+        for form in (step.src, *(run.inputs[0] for run in self._runs(step))):
+            yield form, step.move.axes
+
     def _bytes(self, form: Form) -> int:
         return form.value.type.elements * itemsize(form.dtype)
+
+
+def _gathers(step: ExplicitStep) -> bool:
+    return step.move is not None and step.move.kind == _ALL_GATHER
 
 
 def _is_split_along(form: Form, axes: tuple[str, ...]) -> bool:

@@ -214,7 +214,7 @@ def plan_graph(graph: Graph, atoms: Atoms, options: PlanOptions = PlanOptions())
         other = _laid_out(sliced, options.atoms(sliced), options)
         if cost_of(other[-1]) < cost_of(explicit):
             graph, atoms, layouts, explicit = other
-    return _planned(gathered_first(explicit), TileCalls(atoms), options)
+    return _planned(explicit, TileCalls(atoms), options)
 
 
 def with_parts(plan: ModulePlan, numbers: Collection[int], options: PlanOptions) -> ModulePlan:
@@ -258,4 +258,4 @@ def _heard(graph: Graph, atoms: Atoms, options: PlanOptions, late: Late | None =
         if (rewritten := rewrite(graph, atoms, layouts)) is not None:
             graph, atoms = rewritten, options.atoms(rewritten)
             layouts = propagate(graph, atoms, late)
-    return graph, atoms, layouts, insert_reshards(graph, atoms, layouts)
+    return graph, atoms, layouts, gathered_first(insert_reshards(graph, atoms, layouts))

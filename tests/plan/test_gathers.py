@@ -67,6 +67,32 @@ def test_weights_arrive_as_they_lie():
     assert not {name for step in gathers for name in (step.src, step.dst)} & {n for s in transposes for n in s.uses}
 
 
+class Einsums(nn.Module):
+    """Heads by einsums, each of which has a view of its own of the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Parameter(torch.randn(6, 4, 5)) for _ in range(3))
+        self.o = nn.Parameter(torch.randn(4, 5, 6))
+
+    def forward(self, x):
+        y = torch.tanh(x)
+        q, k, v = (torch.einsum("btw,whd->bthd", y, part) for part in (self.q, self.k, self.v))
+        return x + torch.einsum("bthd,hdw->btw", q * k + v, self.o)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_of_several_views_the_tensor_is_gathered_once(devices):
+    torch.manual_seed(0)
+    model, x = Einsums(), torch.randn(4, 8, 6)
+    stated = {"x": {"m": 1}, "q": {"m": 1}, "k": {"m": 1}, "v": {"m": 1}, "o": {"m": 0}}
+    module = mt.from_torch(torch.export.export(model, (x,)), check=False)
+    run = mt.distribute_module(module, {"m": devices}, stated, weights=module.params, poison=True)
+    torch.testing.assert_close(run(x), model(x).detach(), rtol=1e-4, atol=1e-4)
+    assert kinds(run.plan) == ["all_gather", "reduce_scatter"]
+    assert [step.bytes for step in run.program.collectives] == [4 * 8 * 6 * 4 * (devices - 1) // devices] * 2
+
+
 def test_they_come_ahead_and_go_at_once():
     """Each is started before an earlier product, and forgotten after the last step that takes it."""
     steps = _trained({"data": 2}, count=6, machine=AT_ONCE).steps
