@@ -27,6 +27,7 @@ _CLASSES = {
     " nn.layer_norm nn.rms_norm nn.group_norm nn.instance_norm nn.cross_entropy_with_logits nn.nll_loss collapse_sum_to"
     " collapse_sum_like",
 }
+_CONVOLUTIONS = ("nn.conv1d", "nn.conv2d", "nn.conv3d")
 _LOOKUPS = ("take", "gather_elements", "gather_nd", "mesh.local_take", "mesh.local_gather")
 _CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
 _CLASS_OF |= dict.fromkeys((LINEAR, MATMUL_ADD, GROUPED, LOOKED_UP), "product")
@@ -109,7 +110,8 @@ def gradient_class(name: str) -> str:
 def operator_work(call: OpCall, machine: Machine, copied: bool = False, again: bool = False) -> Work:
     """What a call takes on one device of a machine: its operations, or its operands and results once. Views of operands
     move nothing, unless they are `copied`. Gradients are the operator once more, and twice its work backwards; where
-    the machine knows their class, they are that, with the operator once more where it runs `again`."""
+    the machine knows their class, they are that, with the operator once more where it runs `again`. The gradient of one
+    operand of a convolution is a convolution of as many operations."""
     name = call.operator
     kind = class_of(name)
     if name == VJP:
@@ -125,7 +127,10 @@ def pays_apart(call: OpCall) -> bool:
 
 
 def _gradient_work(call: OpCall, machine: Machine, again: bool) -> Work:
-    calls = [of for of, _ in vjp_of(call).calls]
+    stated = vjp_of(call)
+    calls = [of for of, _ in stated.calls]
+    if len(calls) == 1 and calls[0].name in _CONVOLUTIONS and len(stated.wrt) == 1:
+        return operator_work(calls[0], machine)
     parts = [operator_work(of, machine, True) for of in calls]
     classes = [gradient_class(of.operator) for of in calls]
     if any(each not in machine.classes for each in classes):
