@@ -217,18 +217,25 @@ def split_batch(signature: ModuleSignature, batch: Tensors, count: int) -> list[
     rows = max(sizes.values(), default=0)
     own = [p.shape[0] for p in signature.params if p.name in batch and p.shape]
     fixed = next((size for size in own if isinstance(size, int)), None)
-    each = -(-rows // count) if fixed is None else fixed
     problems = [f"input {name!r} has {size} rows, others {rows}" for name, size in sizes.items() if size != rows]
     fix = "pass more rows, the same for all inputs, or fewer microbatches; what all rows share is a weight"
     if not problems and fixed is not None and rows != fixed * count:
         problems = [f"a batch of {rows} rows in {count} microbatches, but the module takes {fixed} rows at a time"]
         fix = f"pass {count} x {fixed} rows, or export the model with an open batch size"
-    elif not problems and each * (count - 1) >= rows:
+    elif not problems and rows < count:
         problems = [f"a batch of {rows} rows in {count} microbatches leaves some without rows"]
     if problems:
         refuse(problems, where=f"call of the pipeline of {signature.function!r}", fix=fix)
-    parts = [{name: tensor[i * each : (i + 1) * each] for name, tensor in batch.items()} for i in range(count)]
+    split = {name: tensor.split(_sizes(rows, count)) for name, tensor in batch.items()}
+    parts = [{name: tensors[i] for name, tensors in split.items()} for i in range(count)]
     return [part | {name: seed * count + i for name, seed in seeds.items()} for i, part in enumerate(parts)]
+
+
+def _sizes(rows: int, count: int) -> list[int]:
+    """The rows of each microbatch: alike but for a smaller last one, or, where that would have none, almost alike."""
+    each = -(-rows // count)
+    left = rows - each * (count - 1)
+    return [each] * (count - 1) + [left] if left > 0 else [rows // count + (i < rows % count) for i in range(count)]
 
 
 def _why_not_split(given: Any) -> str:

@@ -72,6 +72,7 @@ def test_microbatches_of_one_row_and_a_ragged_last_one():
     module, run = pipeline(model, 3, open_size=True)
     check(model, module, run, *batch((3, 3, 2)))
     check(model, module, run, *batch((4, 4, 1)))
+    check(model, module, run, *batch((2, 1, 1)))  # 2, 2 and nothing would be left
 
 
 @pytest.mark.parametrize("open_size", [False, True])
