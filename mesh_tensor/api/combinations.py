@@ -22,7 +22,6 @@ from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import body_statements
 from mesh_tensor.rules.kernel.states import Stated
-from mesh_tensor.targets.interpreter import interpret
 from mesh_tensor.tir.effects import pointers, written
 from mesh_tensor.tir.grids import grids_of
 from mesh_tensor.tir.nodes import function_name
@@ -130,6 +129,8 @@ class _Trial:
         return [_random(buffer, random, ties=ties) for buffer in self.analysis.kernel.params.values()]
 
     def _state(self, start: int, end: int, inputs: Sequence[np.ndarray], *, last: bool) -> _State:
+        from mesh_tensor.targets.interpreter import interpret
+
         func = self._funcs[last]
         names = dict(zip(self.analysis.kernel.params, inputs, strict=True))
         made = [np.zeros([int(s) for s in r.buffer.shape], numpy_dtype(r.buffer.dtype)) for r in self.stated.held]
@@ -148,6 +149,8 @@ class _Trial:
 
 def _combined(combination: Combination, before: _State, after: _State) -> _State:
     """What is stated to be the state of both parts."""
+    from mesh_tensor.targets.interpreter import interpret
+
     made = [array.copy() for array in before]
     interpret(combination.func, [*made, *(array.copy() for array in after)])
     return made
