@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from .torch_rows_graph import Along, Mask, OtherError, RowsGraph, args_of, same
 _aten = torch.ops.aten
 _SUMS = (_aten.sum.default, _aten.sum.dim_IntList)
 _SCATTERS = (*(_aten.scatter_add.default, _aten.scatter_reduce.two, _aten.scatter.src, _aten.scatter.value),)
+#: Operators that find an order along a dim, and which of their arguments that is.
+_ORDERS = {_aten.topk.default: 2, _aten.sort.default: 1, _aten.sort.stable: 2}
+_MOVED = (_aten.alias.default, _aten.clone.default, _aten.detach.default, _aten.slice.Tensor)
 _MEANS = (_aten.mean.default, _aten.mean.dim)
 
 
@@ -99,7 +103,7 @@ def _put(node: torch.fx.Node, along: Along, mask: Mask, to: RowsGraph) -> torch.
         safe = [index if index is None else to.index(index, along, mask) for index in indices]
         return to.emit(_aten.index_put.default, to.place[x], safe, to.kept(rows, along[values], mask), True)
     others = [dim for dim in range(len(mask.shape)) if dim not in dims]
-    if others and not accumulate:
+    if others and not accumulate and not (_is_one_of(mask, others) and rows.meta["val"].dtype != torch.bool):
         raise OtherError  # which of several rows stays isn't said
     return _put_in_place(to.place[x], dims, others, rows, own, rest, accumulate, mask, to)
 
@@ -157,9 +161,31 @@ def _put_in_place(
         start = ndim - rest - len(order)
         return to.permuted(value, [*range(start), *(start + dim for dim in order), *range(ndim - rest, ndim)])
 
-    if not accumulate:
-        return to.emit(_aten.where.self, turned(chosen), turned(rows) if own else rows, place)
-    rows = to.chosen(chosen, rows)
+    if accumulate or (others and own):  # of `others`, one row at most is put
+        rows = to.chosen(chosen, rows)
+    if others and (accumulate or own):
+        over, dtype = [len(before) + dim for dim in others], rows.meta["val"].dtype
+        rows = to.emit(_aten.sum.dim_IntList, rows, over, dtype=dtype)
+    if accumulate:
+        return to.emit(_aten.add.Tensor, place, turned(rows))
     if others:
-        rows = to.emit(_aten.sum.dim_IntList, rows, [len(before) + dim for dim in others])
-    return to.emit(_aten.add.Tensor, place, turned(rows))
+        chosen = to.emit(_aten.ne.Scalar, to.emit(_aten.sum.dim_IntList, chosen, others), 0)
+    return to.emit(_aten.where.self, turned(chosen), turned(rows) if own else rows, place)
+
+
+def _is_one_of(mask: Mask, dims: list[int]) -> bool:
+    """Whether the mask chooses at most one of those along a dim: the places of the largest, or of what is sorted, are
+    different ones there, and it says which is some number."""
+    if isinstance(mask.of, tuple) or len(dims) != 1 or mask.of.target is not _aten.eq.Scalar:
+        return False
+    places: Any = args_of(mask.of)[0]
+    while places.target in _MOVED:
+        places = args_of(places)[0]
+    if places.target is not operator.getitem or args_of(places)[1] != 1:
+        return False
+    order: Any = args_of(places)[0]
+    if order.target not in _ORDERS:
+        return False
+    at = _ORDERS[order.target]
+    dim = args_of(order)[at] if len(args_of(order)) > at else order.kwargs.get("dim", -1)
+    return bool(dim % len(mask.shape) == dims[0])

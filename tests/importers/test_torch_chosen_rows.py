@@ -78,6 +78,19 @@ def edges_and_loops(model, x, edges, weights):
     return torch.zeros(6, 4).index_add(0, end, messages * (scores * weights)[:, None]), most
 
 
+def rows_of_experts(model, x):
+    """As Mistral's and DeepSeek's own code has it: a row is among those of an expert once, at most."""
+    y, chosen = torch.zeros_like(x), model.layer(x).topk(2).indices
+    order, z = x.argsort(0, descending=True)[:2], x.clone()  # (2, columns)
+    for expert in range(3):
+        rows, slots = torch.where(chosen == expert)
+        y[rows] += model.layer(x[rows]) * (slots[:, None] + expert)
+    places, columns = torch.where(order == 1)
+    z[3, columns] = x[places, columns]
+    z.T[columns] *= 7.0
+    return y, z
+
+
 def rows_together(model, x):
     h, flags = x[x[:, 0] > 0], x[x[:, 1] > 0] > 1
     largest, where = h.max(0)
@@ -112,6 +125,7 @@ EDGES = torch.tensor([[0, 3, 2, 5, 1, 1, 0], [1, 3, 4, 5, 1, 0, 4]])
     [
         (rows_put_back, (X,)),
         (rows_in_other_shapes, (X,)),
+        (rows_of_experts, (X,)),
         (elements, (X,)),
         (nothing_chosen, (X,)),
         (added_at_places, (X, IDS)),
@@ -334,6 +348,7 @@ def test_ids_that_are_left_out_have_no_part_in_gradients(body, first):
         lambda model, x: torch.full((2,), 1 / x.abs().max().item()),
         lambda model, x: x.index_put((torch.where(x > 0)[0],), x[x > 0][:, None]),
         lambda model, x: x.index_put((torch.nonzero(x > 0)[:, :2],), torch.tensor(1.0), accumulate=True),
+        lambda model, x: x[:3].index_put((torch.where(x.topk(3)[1] == 1)[1],), x[torch.where(x.topk(3)[1] == 1)[0]]),
         lambda model, x: x[x[:, 0] > 0],
     ],
 )

@@ -77,6 +77,7 @@ def test_rows_stay_where_they_are(name):
         lambda a: torch.index_reduce(a, 1, torch.tensor([0, 2, 2]), a[:, :3], "amax"),
         lambda a: torch.linalg.solve(a, a.T.expand(2, 4, 4)),
         lambda a: torch.nanmedian(a),
+        lambda a: torch.pdist(a.T),
     ],
 )
 def test_what_needs_all_rows_gets_them(function):

@@ -108,7 +108,7 @@ def _cog_view() -> Made:
     )  # fmt: skip
     given = {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 16)}
     sizes = torch.tensor([[8, 8]] * 2)
-    given |= {"timestep": torch.tensor([3, 7]), "original_size": sizes, "target_size": sizes}
+    given |= {"timestep": torch.tensor([3, 7]), "original_size": sizes, "target_size": sizes.clone()}
     return model, given | {"crop_coords": torch.zeros(2, 2)}
 
 

@@ -253,6 +253,7 @@ _OF_PLACES = {
     **dict.fromkeys(("_adaptive_avg_pool2d", "avg_pool2d", "max_pool2d"), 2),
     **dict.fromkeys(("_adaptive_avg_pool3d", "avg_pool3d", "max_pool3d"), 3),
 }
+_IN_ONE_PIECE = (torch.ops.aten._pdist_forward.default,)  # which take no views of what lies in another order
 _WRITES = ("batch_norm", "instance_norm", "moving_avg")  # running statistics, whatever their signatures say
 _UNSAID = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _OF_MEMORY = ("as_strided", "empty", "new_empty", "resize", "_resize", "_to_sparse", "to_sparse", "view", "_reshape")
@@ -264,6 +265,8 @@ def _overload(name: str) -> Any:
 
 
 def _with_arguments(op: Any, args: Any, kwargs: Any, *tensors: torch.Tensor) -> Any:
+    if op in _IN_ONE_PIECE:
+        tensors = tuple([tensor.contiguous() for tensor in tensors])
     return op(*_filled(args, tensors), **{name: _filled(value, tensors) for name, value in kwargs.items()})
 
 
