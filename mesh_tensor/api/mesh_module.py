@@ -48,6 +48,9 @@ class MeshModule(ModuleCalls):
         full   global tensors (collective, if weights are DTensors). Otherwise tensors as they are held: distributed
                ones as MeshTensors or DTensors, others as copies of what was given
         """
+        held = list(self._weights.values())
+        if full and any(map(is_dtensor, held)):  # torch gathers them: before, ranks make sure that all of them come
+            self.on_all_ranks("weights to gather", lambda _: None, held)
         made = {**{name: self.weight(name, full) for name in self._weights}, **self._state_values(full)}
         return {theirs: tensor for name, tensor in made.items() for theirs in self._signature.names[name]}
 

@@ -49,6 +49,9 @@ def saved(rank, folder):
     torch.testing.assert_close(run(*tokens), made(*tokens).detach())
     run.load_state_dict(held)
     torch.testing.assert_close(run(*tokens), expected)
+    assert "waited in vain somewhere else" in refusal(lambda: run.state_dict() if rank else run(*tokens))
+    mt.resume(device_mesh)
+    torch.testing.assert_close(run.state_dict()["norm.bias"], bias.to_local())
     return text
 
 
