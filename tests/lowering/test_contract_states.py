@@ -4,6 +4,7 @@ it, with what an expert would exchange; what only looks like that keeps its dim 
 import math
 
 import pytest
+import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
@@ -224,3 +225,34 @@ def test_what_a_logarithm_starts_from_counts_once():
         kernel = compiled(smooth_maximum(4, 12, 4, start=0.5), {"x": devices}, {"X": {"x": 1}})
         assert "X.1" not in kernel.explain(), "X is not gathered"
         close([kernel(x)], [torch.logsumexp(torch.cat([x, torch.full((4, 1), 0.5)], 1), 1)])
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_what_is_added_beside_a_block_s_own_maximum_may_be_no_reduction(block):
+    @T.prim_func
+    def first_of_blocks(X: T.Tensor((4, 8), "float32"), Y: T.Tensor((4,), "float32")):
+        with T.Kernel(1, threads=32):
+            m, before = T.alloc_fragment((4,), "float32"), T.alloc_fragment((4,), "float32")
+            total, part = T.alloc_fragment((4,), "float32"), T.alloc_fragment((4,), "float32")
+            x = T.alloc_fragment((4, block), "float32")
+            T.fill(m, -T.infinity("float32"))
+            T.clear(total)
+            for k in T.serial(8 // block):
+                T.copy(X[0, k * block], x)
+                T.copy(m, before)
+                T.fill(m, -T.infinity("float32"))
+                T.reduce_max(x, m, dim=1, clear=False)
+                for i, j in T.Parallel(4, block):
+                    x[i, j] = T.exp(x[i, j] - m[i])
+                for i in T.Parallel(4):
+                    part[i] = x[i, 0]
+                for i in T.Parallel(4):
+                    total[i] = total[i] * T.exp(before[i] - m[i]) + part[i]
+            for i in T.Parallel(4):
+                Y[i] = m[i] + T.log(total[i])
+
+    x = torch.randn(4, 8)
+    kernel = mt.compile(
+        mt.annotate(first_of_blocks, mt.Mesh({"x": 2}), {"X": {"x": 1}, "Y": {}}), target="interpret", poison=True
+    )
+    torch.testing.assert_close(kernel(x), x[:, ::block].logsumexp(1), rtol=1e-5, atol=1e-5)

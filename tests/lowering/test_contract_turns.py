@@ -2,6 +2,7 @@
 ends with. What a loop does beside that is left to all of them at the same time."""
 
 import pytest
+import tilelang.language as T
 import torch
 from tvm import tirx
 
@@ -14,6 +15,7 @@ from .support import local_kernels, nodes, outline
 from .turn_kernels import (
     all_from_each,
     as_data_say,
+    by_way_of_another,
     counted_drops,
     last_row,
     of_all_rows,
@@ -185,3 +187,49 @@ def test_an_order_of_statements_is_dropped_where_some_of_them_are():
     orders = [list(loop.annotations.get("tl_pipeline_order", [])) for loop in loops]
     assert orders == [[], [0, 1, 2]]
     check(func, {"x": 2}, {"X": 0, "Y": 0}, [torch.randn(64, 4)])
+
+
+@T.macro
+def _halved(state, other, j):
+    other[j] = other[j] + state[j] * 0.5
+    state[j] = other[j]
+
+
+@T.macro
+def _taken_from(state, other, j):
+    other[j] = other[j] - state[j]
+    state[j] = other[j]
+
+
+@T.macro
+def _halved_twice(state, other, j):
+    other[j] = other[j] + state[j] * 0.25
+    state[j] = state[j] * 0.5 + other[j]
+
+
+@T.macro
+def _added_to(state, other, j):
+    other[j] = other[j] - state[j] * 0.25
+    state[j] = state[j] + other[j]
+
+
+#: How a state comes back by way of another buffer, and what it is of itself and of the input then.
+BY_WAY_OF_ANOTHER = {
+    "halved": (_halved, lambda state, x: state * 0.5 + x),
+    "taken from": (_taken_from, lambda state, x: x - state),
+    "halved twice": (_halved_twice, lambda state, x: state * 0.75 + x),
+    "added to": (_added_to, lambda state, x: state * 0.75 + x),
+}
+
+
+@pytest.mark.parametrize("kind", BY_WAY_OF_ANOTHER)
+def test_what_comes_back_by_way_of_another_buffer_is_not_lost(kind):
+    update, step = BY_WAY_OF_ANOTHER[kind]
+    x, state, found = torch.randn(11, 4), torch.full((4,), 0.5), []
+    for row in x:
+        state = step(state, row)
+        found.append(state)
+    kernel = compiled(by_way_of_another(11, 4, update), {"x": 3}, {"X": 0, "Y": 0})
+    made, end = kernel(x)
+    torch.testing.assert_close(made, torch.stack(found), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(end, state, rtol=1e-5, atol=1e-5)

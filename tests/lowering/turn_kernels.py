@@ -267,3 +267,24 @@ def ordered_pipeline(steps, width):
                 T.copy(state, Y[t, 0])
 
     return ordered_pipeline_kernel
+
+
+def by_way_of_another(steps, width, update):
+    """The state comes back by way of a buffer that the update leaves something in: `update` of both and an input."""
+
+    @T.prim_func
+    def by_way_of_another_kernel(
+        X: T.Tensor((steps, width), "float32"), Y: T.Tensor((steps, width), "float32"), E: T.Tensor((width,), "float32")
+    ):
+        with T.Kernel(1, threads=32):
+            state = T.alloc_fragment((width,), "float32")
+            other = T.alloc_fragment((width,), "float32")
+            T.fill(state, 0.5)
+            for t in T.serial(steps):
+                T.copy(X[t, 0], other)
+                for j in T.Parallel(width):
+                    update(state, other, j)
+                T.copy(state, Y[t, 0])
+            T.copy(state, E)
+
+    return by_way_of_another_kernel

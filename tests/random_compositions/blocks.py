@@ -34,6 +34,12 @@ def block(scene: Scene, over: str, neutral: str = "0.0") -> str:
             "A", [scene.dims[d].size for d in dims], dims, scene.pick(("float32", "float32", "float16", "bfloat16"))
         )
         scene.emit(f"T.copy({name}[{', '.join(scene.start(d) for d in dims)}], {x})")
+    elif len(dims) == 2 and scene.chance(12):
+        copied = True
+        turned, staged = dims[::-1], scene.buffer("staged", dims[::-1], scope="shared")
+        name = scene.param("A", [scene.dims[d].size for d in turned], turned)
+        scene.emit(f"T.copy({name}[{', '.join(scene.start(d) for d in turned)}], {staged})")
+        scene.emit(f"T.transpose({staged}, {x})")
     lines_before = len(scene.lines)
     text = scene.element(x, dims) if copied else value(scene, dims)
     lets = scene.lines[lines_before:]

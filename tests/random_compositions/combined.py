@@ -53,6 +53,26 @@ def integers(scene: Scene, over: str) -> Carried:
     return Carried(over, [total], lambda: scene.emit(f"T.fill({total}, 0)"), step)
 
 
+def bits(scene: Scene, over: str) -> Carried:
+    """All bits of whole numbers, those of any, or those of an odd number of them."""
+    op, sign, first = scene.pick((("or", "|", "0"), ("and", "&", "-1"), ("xor", "^", "0")))
+    dims, total = f"{over}k", scene.buffer("bits", over, "int32")
+    name = scene.param("ints", [scene.dims[d].size for d in dims], dims, "int32", below=1 << 20)
+    first = first if scene.chance(80) else "5"
+
+    def step() -> None:
+        x = scene.buffer("x", dims, "int32")
+        scene.emit(f"T.copy({name}[{', '.join(scene.start(d) for d in dims)}], {x})")
+        if over and scene.chance(60):
+            scene.emit(f"T.reduce_bit{op}({x}, {total}, dim={len(over)}, clear=False)")
+            return
+        element = scene.element(total, over)
+        with scene.block(*scene.loops(dims, serial="k")):
+            scene.emit(f"{element} = {element} {sign} {scene.element(x, dims)}")
+
+    return Carried(over, [total], lambda: scene.emit(f"T.fill({total}, {first})"), step)
+
+
 def product(scene: Scene, over: str) -> Carried:
     """`acc[m, n] += a[m, k] @ b[k, n]`."""
     acc = scene.buffer("acc", "mn")

@@ -9,13 +9,15 @@ from .scene import Scene
 
 
 def linear(scene: Scene, over: str) -> Carried:
-    """`state = a * state + b`, block by block or position by position, and what it is on the way."""
+    """`state = a * state + b`, block by block or position by position, maybe by another buffer, and what it is on
+    the way."""
     state = scene.buffer("state", over)
     by_position = scene.chance(50)
     kept = scene.output(any_order(scene, f"{over}k")) if by_position and scene.chance(60) else ""
     at = scene.element(state, over)
     before = scene.chance(40)
     twist = scene.twist("clip", "square", "condition", "set back", "product")
+    other = scene.element(scene.buffer("other", over), over) if scene.chance(25) else ""
 
     def update(b: str, dims: str) -> str:
         a = scene.pick(
@@ -60,7 +62,13 @@ def linear(scene: Scene, over: str) -> Carried:
             keep = kept and kept_text(scene, kept, at)
             if keep and before:
                 scene.emit(keep)
-            scene.emit(f"{at} = {text}")
+            if other:
+                first, last = scene.pick(
+                    ((text, other), ("1.0", f"{text} - {other}"), (f"{at} * 0.5", f"{other} + {text}"))
+                )
+                scene.emit(f"{other} = {first}", f"{at} = {last}")
+            else:
+                scene.emit(f"{at} = {text}")
             if keep and not before:
                 scene.emit(keep)
 

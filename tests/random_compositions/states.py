@@ -19,6 +19,7 @@ def draw(scene: Scene, over: str) -> Carried:
 _KINDS: dict[str, Callable[[Scene, str], Carried]] = {
     "reduction": combined.plain,
     "counts": combined.integers,
+    "bits": combined.bits,
     "product": combined.product,
     "sums now and then": combined.promoted,
     "online softmax": combined.online,
@@ -47,6 +48,7 @@ STATES = (
     *["best"] * 2,
     "order matters",
     "chunks",
+    "bits",
     "reducer",
     "registers",
     *["copied"] * 2,

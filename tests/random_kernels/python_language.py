@@ -112,6 +112,10 @@ def _nest(*extents: Any, **_: Any) -> Iterator[Any]:
     return itertools.product(*(range(int(n)) for n in extents))
 
 
+def _transpose(src: Memory, dst: Memory) -> None:
+    dst.array[...] = src.array.T
+
+
 def _copy(src: Memory | Region, dst: Memory | Region) -> None:
     for a, at, b, to in list(_pair(src, dst)):
         b[to] = a[at]
@@ -150,15 +154,26 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+_UFUNCS = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "abssum": np.add,
+    "absmax": np.maximum,
+    "bitand": np.bitwise_and,
+    "bitor": np.bitwise_or,
+    "bitxor": np.bitwise_xor,
+}
+
+
 def _reduce(op: str) -> Callable[..., None]:
     def reduce(src: Memory, dst: Memory, dim: int = -1, clear: bool = True) -> None:
         x = np.moveaxis(src.array, dim, 0).astype(dst.array.dtype)
-        start = {"sum": 0, "abssum": 0, "absmax": 0}.get(op, x[0])
+        start = {"sum": 0, "abssum": 0, "absmax": 0, "bitor": 0, "bitxor": 0, "bitand": -1}.get(op, x[0])
         total = np.full(x.shape[1:], start, dst.array.dtype) if clear else dst.array.reshape(x.shape[1:]).copy()
         for row in x:
             row = abs(row) if op.startswith("abs") else row
-            ufunc = {"sum": np.add, "abssum": np.add, "min": np.minimum}.get(op, np.maximum)
-            total = ufunc(total, row)
+            total = _UFUNCS[op](total, row)
         dst.array[...] = total.reshape(dst.array.shape)
 
     return reduce
@@ -235,6 +250,7 @@ LANGUAGE = SimpleNamespace(
     Pipelined=_serial,
     Parallel=_nest,
     grid=_nest,
+    transpose=_transpose,
     reshape=_view,
     view=_view,
     copy=_copy,
@@ -259,6 +275,6 @@ LANGUAGE = SimpleNamespace(
     min=_minimum,
     abs=abs,
     **{name: _of_float(getattr(np, name)) for name in ("exp", "exp2", "log", "floor", "round")},
-    **{f"reduce_{op}": _reduce(op) for op in ("sum", "max", "min", "abssum", "absmax")},
+    **{f"reduce_{op}": _reduce(op) for op in _UFUNCS},
     **{f"atomic_{op}": _atomic({"add": "sum"}.get(op, op)) for op in ("add", "max", "min", "or")},
 )

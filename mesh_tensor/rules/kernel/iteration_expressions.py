@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
@@ -51,9 +52,15 @@ _LOGARITHMS = {"tirx.log": math.e, "tirx.log2": 2.0, "tirx.log10": 10.0}
 _MINUS_INFINITY = Content(-math.inf)
 
 
+def negative(value: StateValue) -> StateValue | None:
+    """The value with the other sign."""
+    made = times(constant(-1.0), value)
+    return None if made is None else made.past(value.padding.mapped(operator.neg))
+
+
 def _minus(a: StateValue, b: StateValue) -> StateValue | None:
-    negative = times(constant(-1.0), b)
-    return None if negative is None else plus(a, negative)
+    other = negative(b)
+    return None if other is None else plus(a, other)
 
 
 def largest(a: StateValue, b: StateValue) -> StateValue | None:

@@ -14,7 +14,7 @@ from mesh_tensor.tir.tile_ops import Copy, Gemm, Reduce
 
 from .coordinates import Coordinates
 from .factors import Factor, why_not_covered
-from .iteration_expressions import Expressions, largest, product_past
+from .iteration_expressions import Expressions, largest, negative, product_past
 from .live_ranges import LiveRange
 from .lowest_values import LowestValues
 from .padding import ZERO, Content, Padding
@@ -179,7 +179,8 @@ class Iteration(Expressions):
         """What the statement stores, or combines with its target."""
         record = statement.tile_op
         if record is None or not record.sources:
-            return self._expr(statement.values[0], statement) if statement.values else None
+            value = self._expr(statement.values[0], statement) if statement.values else None
+            return negative(value) if value is not None and statement.subtracts else value
         if self.ordered and all(self._is_free_load(access) for access in statement.reads):
             return independent(Level.POINT)
         if not isinstance(record, (Copy, Gemm, Reduce)) or record.reduction not in (None, "sum", "max"):

@@ -23,10 +23,12 @@ def adds_at_least_one(iteration: Iteration, part: ScaledSum) -> bool:
     """Whether each iteration adds at least 1 to a sum that is relative to its block's maximum; in a block of which
     nothing counts, that is NaN."""
     block, total = _block(iteration, part), _added(iteration, part)
-    if block is None or total is None or not all(_starts_anew(iteration, s) for s in (block, total)):
+    if block is None or total is None:
         return False
     dim, source, largest = _reduced_dim(block, "max"), block.reads[0].buffer, part.of.held.buffer
     if dim is None or _reduced_dim(total, "sum") != dim or not total.reads[0].buffer.same_as(source):
+        return False
+    if not all(_starts_anew(iteration, s) for s in (block, total)):
         return False
     between = iteration.body[iteration.body.index(block) + 1 : iteration.body.index(total)]
     writes = [s for s in between if s.writes(source)]

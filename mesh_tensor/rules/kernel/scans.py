@@ -186,6 +186,8 @@ def _carried(iteration: Iteration, live_range: LiveRange) -> Carried | None:
         return None
     if rate == _ONE:
         return Carried(live_range, "sum", {})
+    if not all(iteration.uses.get(s, {}).keys() <= {live_range} for s in updates):
+        return None  # what it is scaled by isn't said where it is stored: it comes back by way of other buffers
     node = iteration.loop.node
     is_resumed = node is not None and RESUMED in node.annotations
     if not is_resumed and all(s.op == "prod" and not s.fresh for s in updates):

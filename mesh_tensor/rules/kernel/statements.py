@@ -95,6 +95,11 @@ class Statement:
         assert self.op is not None
         return self.op
 
+    @property
+    def subtracts(self) -> bool:
+        """Whether it is `b[i] = b[i] - e`, an update of the sum with what is left of 0 without its value."""
+        return self.op == "sum" and isinstance(self.node, tirx.BufferStore) and isinstance(self.node.value, tirx.Sub)
+
     @cached_property
     def accesses(self) -> tuple[Access, ...]:
         return self.reads if self.write is None else (self.write, *self.reads)

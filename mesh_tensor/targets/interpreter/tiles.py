@@ -116,8 +116,11 @@ def _copy(op: Copy, scope: FunctionScope) -> Action:
 
 def _transpose(op: Transpose, scope: FunctionScope) -> Action:
     src, dst = _box(op.src, scope), _box(op.dst, scope)
-    if len(op.src.long_dims) < 2 or len(op.src.long_dims) != len(op.dst.long_dims):
+    if len(op.src.long_dims) != len(op.dst.long_dims):
         raise MeshTensorError(f"the interpreter can't transpose {op.src.buffer.name} into {op.dst.buffer.name}")
+    rank = len(op.src.extents)
+    if not {rank - 2, rank - 1} <= set(op.src.long_dims):  # a row becomes a column
+        return lambda frame: dst.write(frame, src.read(frame, 0))
     return lambda frame: dst.write(frame, src.read(frame, 0).swapaxes(-1, -2))
 
 

@@ -162,6 +162,22 @@ def test_cummax():
     np.testing.assert_array_equal(y, np.maximum.accumulate(x, 1))
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(1, 5), (5, 1), (1, 1)])
+def test_transpose_of_a_row(rows, columns):
+    @T.prim_func
+    def func(X: T.Tensor((rows, columns), "float32"), Y: T.Tensor((columns, rows), "float32")):
+        with T.Kernel(1, threads=32) as _:
+            x = T.alloc_shared((rows, columns), "float32")
+            y = T.alloc_shared((columns, rows), "float32")
+            T.copy(X, x)
+            T.transpose(x, y)
+            T.copy(y, Y)
+
+    x, y = normal(rows, columns), np.zeros((columns, rows), np.float32)
+    interpret(func, [x, y], poison=True)
+    np.testing.assert_array_equal(y, x.T)
+
+
 def test_transpose_tile_op():
     @T.prim_func
     def func(X: T.Tensor((10, 7), "float32"), Y: T.Tensor((7, 10), "float32")):
