@@ -155,7 +155,8 @@ class KernelDecision:
         factors = [factor for factor in self.analysis.factors if self.why_whole(factor) is None]
         rule = rule_of_analysis(self.analysis, self.inputs, self.outputs, factors, self.sizes)
         rule = replace(rule, windows={**rule.windows, **self._fixed_windows()})
-        in_blocks = {f.name for f in factors if self._whole_blocks(f, self._asking(f)) is not None}
+        fixed = [factor for factor in self.fixed.values() if factor is not None]  # of which blocks are looked at later
+        in_blocks = {f.name for f in factors if f in fixed or self._whole_blocks(f, self._asking(f)) is not None}
         rule = replace(
             rule,
             blocks={name: block for name, block in rule.blocks.items() if name not in in_blocks},

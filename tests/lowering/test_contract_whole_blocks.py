@@ -9,6 +9,8 @@ import mesh_tensor as mt
 from kernels.schedules import causal_product
 from tests.kernels.adversarial.grids import grouped_matmul, persistent_matmul
 from tests.other_machines import machine
+from tests.random_kernels.check import run as outcome_of
+from tests.random_kernels.strategy import make_case
 
 from .every_layout import check
 from .support import lowered, outline, run
@@ -136,3 +138,8 @@ def test_what_is_updated_in_place(target):
     kernel = mt.compile(mt.annotate(added_product(30, 6, 4), mt.Mesh({"x": 3}), ROWS), target=target)
     torch.testing.assert_close(kernel(S, V, c), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(c, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_part_that_depends_on_blocks_where_the_whole_does_not():
+    """What axes split of the whole kernel they split of its parts, in whole blocks or not."""
+    assert outcome_of(make_case(7820056)).verdict == "right"
