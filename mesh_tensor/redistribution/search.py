@@ -169,19 +169,25 @@ def exchange(boxes: Boxes, before: State, after: State) -> Edge:
     axes, whole_tiles = set(), True
     for dim in range(len(boxes.shape)):
         old, new = axes_on(before, dim), axes_on(after, dim)
-        same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), None)
-        same = min(len(old), len(new)) if same is None else same
-        axes |= {*old[same:], *new[same:]}
+        axes |= _apart(old, new)
         whole_tiles = whole_tiles and [boxes.sizes[a] for a in old] == [boxes.sizes[a] for a in new]
     return Edge("permute" if whole_tiles else "exchange", tuple(sorted(axes)), after)
 
 
 def halo(before: State, after: State, dims: Iterable[int]) -> Edge:
-    """The direct way to windows and blocks of these dims, and from blocks: over the axes that change, and those that
-    split what devices get them of."""
-    changed = {axis for axis, place in enumerate(before) if place != after[axis]}
+    """The direct way to windows and blocks of these dims, and from blocks: over the axes that change, those that split
+    a dim after one that does, and those that split what devices get them of."""
     split = {axis for dim in dims for axis in axes_on(after, dim)}
-    return Edge("halo", tuple(sorted(changed | split)), after)
+    for dim in {dim_at(place) for place in (*before, *after) if place >= 0}:
+        split |= _apart(axes_on(before, dim), axes_on(after, dim))
+    return Edge("halo", tuple(sorted(split)), after)
+
+
+def _apart(old: tuple[int, ...], new: tuple[int, ...]) -> set[int]:
+    """The axes of both from where they differ on: whatever splits a dim after another axis splits other tiles."""
+    same = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), None)
+    same = min(len(old), len(new)) if same is None else same
+    return {*old[same:], *new[same:]}
 
 
 def _edge(state: State, axes: tuple[int, ...], after: State) -> Edge:
