@@ -59,7 +59,8 @@ _AT_ZERO = frozenset({"log", "rsqrt"})
 _OWN_POLES = "acosh aten.digamma.default aten.erfinv.default aten.lgamma.default aten.xlogy.Tensor atanh"
 _OWN = frozenset({*_OWN_POLES.split(), ANY})
 _DIVIDE = ("divide", "floor_divide")
-_STEEP = frozenset({"acos", "asin", "atan2", "power"})  # whose derivatives have poles
+_STEEP = frozenset({"acos", "asin", "atan2", "divide", "power", "std"})  # whose derivatives have poles
+_WIDE = ("int32", "int64")
 _SMALLEST = {"float64": 2.0**-1022, "float16": 2.0**-14}  # less may have become 0
 _SMALLEST_OF_OTHERS = 2.0**-126
 
@@ -90,9 +91,9 @@ class Poles:
         known = [self._of(value) for value in node.inputs]
         if node.call.operator == VJP:
             forward = vjp_of(node.call).forward
-            if forward.name in (*_AT_ZERO, "sqrt"):
+            if forward.operator in (*_AT_ZERO, "sqrt"):
                 return known[0].lowest <= 0
-            if forward.name in _OWN | _STEEP or forward.attr("epsilon", 1.0) <= 0:
+            if forward.operator in _OWN | _STEEP or forward.attr("epsilon", 1.0) <= 0:
                 return True
         infinite = any(one.infinite for i, one in enumerate(known) if i not in waiting)
         return infinite or (node.call.name == "divide" and not _divides_by_nonzero(node, known))
@@ -125,6 +126,8 @@ def _made(node: Node, value: Value, operands: Sequence[_Known]) -> _Known:
     lowest = max(_lowest(node, operands), _least(dtype))
     if is_float(dtype) and 0 < lowest < _SMALLEST.get(dtype, _SMALLEST_OF_OTHERS):
         lowest = 0.0
+    elif not is_float(dtype) and math.isfinite(lowest):  # rounded down, and small ones start again
+        lowest = math.floor(lowest) if dtype in _WIDE else _least(dtype)
     same = node.call.operator in _FIRST_OF - {"max", "mean", "min"} or node.call.name == "negative"
     nonzero = same and operands[0].nonzero
     return _Known(
@@ -181,6 +184,8 @@ def _may_divide(node: Node, operands: Sequence[_Known]) -> bool:
 def _lowest(node: Node, operands: Sequence[_Known]) -> float:
     """What no element of the results is less than."""
     name, least = node.call.operator, [one.lowest for one in operands]
+    if not all(value.type.elements for value in node.inputs):  # the sum of none is 0
+        return -math.inf
     if name in _FIRST_OF or name == "astype":
         return least[0]
     if name in _ALL_OF or name == "where":

@@ -41,6 +41,8 @@ class Meets(nn.Module):
             "times what has no rule": next(total) * torch.special.bessel_y0(v),
             "by what cancels": next(total) / ((-v).clamp(min=-0.1) + 0.1),
             "by the smallest shares": next(total) / (v * 100).softmax(-1).topk(2, largest=False).values.sum(-1),
+            "by what is rounded": next(total) / (c / 4).clamp(min=0.5).int(),
+            "by what starts again": next(total) / ((v > 0).to(torch.uint8) * 255 + 1),
             "by places": next(total) / (c + 1).topk(4).indices,
         }
 
