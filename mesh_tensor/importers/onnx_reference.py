@@ -74,9 +74,9 @@ def _of_all_behind(run: Any) -> list[Any]:
     def largest(rows: np.ndarray) -> np.ndarray:
         return np.arange(rows.shape[1]) == rows.argmax(1)[:, None]
 
-    def probabilities(rows: np.ndarray) -> np.ndarray:
-        powers = np.exp(rows - rows.max(1, keepdims=True))
-        return powers / powers.sum(1, keepdims=True)
+    def logarithms(rows: np.ndarray) -> np.ndarray:
+        less = rows - rows.max(1, keepdims=True)
+        return less - np.log(np.exp(less).sum(1, keepdims=True))
 
-    functions = {"Softmax": probabilities, "LogSoftmax": lambda rows: np.log(probabilities(rows)), "Hardmax": largest}
+    functions = {"Softmax": lambda rows: np.exp(logarithms(rows)), "LogSoftmax": logarithms, "Hardmax": largest}
     return [operator(*one) for one in functions.items()]

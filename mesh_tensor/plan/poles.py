@@ -2,8 +2,9 @@
 
 Parts of a sum that are divided by 0, or multiplied by an infinite number, before they are added give NaN where the sum
 itself gives an infinite number. So a sum waits behind a division only if the divisor is never 0, and behind a product
-only if no other factor has a pole. Poles are followed element by element: what products, norms, attention and kernels
-make, and what the caller gives, counts as finite. What is too large for its type is no pole.
+only if no other factor has a pole. Poles are followed from operator to operator: an infinite operand may make any
+result infinite, but for what is bounded. What the caller gives, norms, gradients, states of loops, and kernels that do
+more than store what they compute of operands count as finite. What is too large for its type is no pole.
 
     x.sum(0) / c                      completed before it is divided
     x.sum(0) * rsqrt(v * v + 1e-6)    pending
@@ -16,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from mesh_tensor.base.dtypes import is_float
+from mesh_tensor.rules.operator.aten import ANY, arguments_of
 from mesh_tensor.rules.operator.vjp import VJP, vjp_of
 
 from .ir import ANNOTATE, REDISTRIBUTE, Node, Value
@@ -35,18 +37,30 @@ _OF_FIRST = (
 )
 _FIRST_OF = frozenset({*_OF_FIRST.split(), ANNOTATE, REDISTRIBUTE, *_TOPK})
 _ALL_OF = frozenset({"concat", "stack"})
-# What is made of each element, or in sums of them: infinite elements keep their signs, or may have any.
-_KEEP_SIGNS = frozenset({"add", "astype", "sum", "where"})
-_OF_ELEMENTS = (
-    "abs asin atan2 cosh cumprod cumsum divide ewise_fma multiply negative nn.gelu nn.gelu_tanh nn.leakyrelu nn.relu"
-    " nn.selu nn.silu nn.softplus power prod sinh sqrt square std subtract tan variance"
+# What leaves infinite elements their signs; others may give them any.
+_OF_ALL = (
+    "add astype aten.roll.default aten.sort.stable ceil floor full_like index_put nn.pad round scatter_elements"
+    " scatter_nd sort sum tril triu trunc where"
 )
-_MIX_SIGNS = frozenset(_OF_ELEMENTS.split())
+_KEEP_SIGNS = frozenset(_OF_ALL.split())
+# What is finite, whatever it is made of, or counts as that.
+_BOUNDED = (
+    "acos asin atan aten._safe_softmax.default aten.erfc.default aten.special_ndtr.default cos erf nn.softmax rsqrt"
+    " sigmoid sign sin tanh"
+)
+_NORMS = f"{VJP} nn.batch_norm nn.group_norm nn.instance_norm nn.layer_norm nn.rms_norm"
+_FINITE = frozenset([*_BOUNDED.split(), *_NORMS.split()])
+# How many operands may make results infinite, where not all may: attention's bias is a mask.
+_TAKEN = {**dict.fromkeys(_FIRST_OF, 1), "nn.attention": 3, "nn.attention_bias": 3}
 _NOT_NEGATIVE = frozenset(
     {"abs", "exp", "nn.relu", "nn.softmax", "nn.softplus", "rsqrt", "sigmoid", "sqrt", "square", "std", "variance"}
 )
 _AT_ZERO = frozenset({"log", "rsqrt"})
-_OWN = frozenset({"acosh", "atanh"})
+_OWN_POLES = "acosh aten.digamma.default aten.erfinv.default aten.lgamma.default aten.xlogy.Tensor atanh"
+_OWN = frozenset({*_OWN_POLES.split(), ANY})
+_DIVIDE = ("divide", "floor_divide")
+_STEEP = frozenset({"acos", "asin", "atan2", "divide", "power", "std"})  # whose derivatives have poles
+_WIDE = ("int32", "int64")
 _SMALLEST = {"float64": 2.0**-1022, "float16": 2.0**-14}  # less may have become 0
 _SMALLEST_OF_OTHERS = 2.0**-126
 
@@ -77,9 +91,9 @@ class Poles:
         known = [self._of(value) for value in node.inputs]
         if node.call.operator == VJP:
             forward = vjp_of(node.call).forward
-            if forward.name in (*_AT_ZERO, "sqrt"):
+            if forward.operator in (*_AT_ZERO, "sqrt"):
                 return known[0].lowest <= 0
-            if forward.name in (*_OWN, "power") or forward.attr("epsilon", 1.0) <= 0:
+            if forward.operator in _OWN | _STEEP or forward.attr("epsilon", 1.0) <= 0:
                 return True
         infinite = any(one.infinite for i, one in enumerate(known) if i not in waiting)
         return infinite or (node.call.name == "divide" and not _divides_by_nonzero(node, known))
@@ -107,9 +121,13 @@ def _least(dtype: str) -> float:
 
 def _made(node: Node, value: Value, operands: Sequence[_Known]) -> _Known:
     dtype = value.type.dtype
+    if node.call.operator in _TOPK and not _is_of_values(node, value):  # places
+        return _Known(_least(dtype))
     lowest = max(_lowest(node, operands), _least(dtype))
     if is_float(dtype) and 0 < lowest < _SMALLEST.get(dtype, _SMALLEST_OF_OTHERS):
         lowest = 0.0
+    elif not is_float(dtype) and math.isfinite(lowest):  # rounded down, and small ones start again
+        lowest = math.floor(lowest) if dtype in _WIDE else _least(dtype)
     same = node.call.operator in _FIRST_OF - {"max", "mean", "min"} or node.call.name == "negative"
     nonzero = same and operands[0].nonzero
     return _Known(
@@ -127,24 +145,34 @@ def _infinite(node: Node, operands: Sequence[_Known]) -> Signs:
     name = node.call.operator
     if node.kernel is not None:
         return _BOTH if any(one.infinite for one in operands) or has_poles(analysed(node.kernel)) else _NEVER
-    if name == "divide" and not _divides_by_nonzero(node, operands):
+    if name in _DIVIDE and not _divides_by_nonzero(node, operands):
         return _BOTH
     if (
         name in _OWN
         or (name in _AT_ZERO and operands[0].lowest <= 0)
         or (name == "power" and _may_divide(node, operands))
+        or math.isinf(node.call.attr("pad_value", 0.0))
     ):
         return _BOTH
-    taken = operands[:1] if name in _FIRST_OF else operands[1:] if name == "where" else operands
+    if name in _FINITE:
+        return _NEVER
+    taken = operands[1:] if name == "where" else operands[: _TAKEN.get(name)]
     signs = _NEVER.union(*(one.infinite for one in taken))
     if name in ("maximum", "minimum"):
         kept = 1 if name == "maximum" else -1
         return signs & {kept} | _BOTH.intersection(*(one.infinite for one in taken))
+    if name == "clip":
+        return frozenset(sign for sign in signs if not _clips(node, sign))
     if name == "exp":
         return signs - {-1}
-    if name in _FIRST_OF | _ALL_OF | _KEEP_SIGNS:
-        return signs
-    return _BOTH if signs and name in _MIX_SIGNS else _NEVER
+    kept_so = name in _FIRST_OF | _ALL_OF | _KEEP_SIGNS
+    return signs if kept_so or not signs else _BOTH
+
+
+def _clips(node: Node, sign: int) -> bool:
+    """Whether what is infinite becomes a finite number."""
+    end = node.call.operands[1 if sign < 0 else 2]
+    return end is not None and math.isfinite(end)
 
 
 def _may_divide(node: Node, operands: Sequence[_Known]) -> bool:
@@ -156,6 +184,8 @@ def _may_divide(node: Node, operands: Sequence[_Known]) -> bool:
 def _lowest(node: Node, operands: Sequence[_Known]) -> float:
     """What no element of the results is less than."""
     name, least = node.call.operator, [one.lowest for one in operands]
+    if not all(value.type.elements for value in node.inputs):  # the sum of none is 0
+        return -math.inf
     if name in _FIRST_OF or name == "astype":
         return least[0]
     if name in _ALL_OF or name == "where":
@@ -186,7 +216,9 @@ def _numbers(node: Node, operands: Sequence[_Known]) -> list[float]:
 
 
 def _sum(numbers: Sequence[float]) -> float:
-    return -math.inf if -math.inf in numbers else sum(numbers)
+    """That what cancels leaves something may be due to rounding."""
+    total = sum(numbers) if -math.inf not in numbers else -math.inf
+    return total if min(numbers) >= 0 or total > max(map(abs, numbers)) / 64 else min(total, 0.0)
 
 
 def _product(numbers: Sequence[float]) -> float:
@@ -214,5 +246,24 @@ def _total(node: Node, value: Value, operands: Sequence[_Known]) -> tuple[int, f
     if node.call.operator == "nn.softmax":
         dim = node.call.axis(node.call.attr("axis"))
         return dim, 0.5 / max(1, value.type.shape[dim])
-    kept = node.call.operator in (*_TOPK, "astype") or node.is_annotation
-    return operands[0].total if kept and value is node.outputs[0] else None
+    known = operands[0].total if operands else None
+    if node.call.operator in _TOPK:
+        return known if known is not None and _largest_along(node) == known[0] else None
+    kept = node.call.operator == "astype" or node.is_annotation
+    return known if kept and value is node.outputs[0] else None
+
+
+def _is_of_values(node: Node, value: Value) -> bool:
+    """Whether a result of topk has elements of its operand; the others are their places."""
+    return value is node.outputs[0] and node.call.attr("ret_type", "both") != "indices"
+
+
+def _largest_along(node: Node) -> int | None:
+    """The dim of which topk gives the largest elements; None: it gives the smallest."""
+    if node.call.operator == "topk":
+        dim, largest = node.call.attr("axis"), node.call.attr("largest")
+    else:
+        args, options = arguments_of(node.call)
+        given = {**dict(zip(("x", "k", "dim", "largest", "sorted"), args, strict=False)), **options}
+        dim, largest = given.get("dim", -1), given.get("largest", True)
+    return node.call.axis(dim) if largest else None

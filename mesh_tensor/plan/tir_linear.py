@@ -3,6 +3,7 @@ they make of finite numbers may be infinite (see `poles`)."""
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 from tvm import tirx
@@ -18,7 +19,7 @@ from .tir_nests import loaded
 
 _MOST_OPERANDS = 4
 _FREE, _LINEAR = 0, 1
-_INFINITE_SOMEWHERE = frozenset({"acosh", "atanh", "log", "log10", "log1p", "log2", "pow", "rsqrt", "tan"})
+_INFINITE_SOMEWHERE = frozenset({"acosh", "atanh", "infinity", "log", "log10", "log1p", "log2", "pow", "rsqrt", "tan"})
 
 
 def linear_operands(analysis: Analysis, inputs: list[str]) -> tuple[frozenset[int], ...]:
@@ -88,4 +89,6 @@ def has_poles(analysis: Analysis) -> bool:
 def _has_pole(expr: tirx.PrimExpr) -> bool:
     quotients = [quotient for quotient in nodes(expr, tirx.Div) if is_float(quotient.dtype)]
     called = {op_name(call).rpartition(".")[2] for call in nodes(expr, tirx.Call)}
+    if any(math.isinf(constant.value) for constant in nodes(expr, tirx.FloatImm)):
+        return True
     return not all(number(quotient.b) for quotient in quotients) or not called.isdisjoint(_INFINITE_SOMEWHERE)

@@ -10,7 +10,7 @@ from mesh_tensor.plan.explicit import Change
 
 def sums(x):
     """Sums over rows, each for itself: what several take is completed once."""
-    return (x.mul(2.0**n).sum(0) for n in range(20))
+    return (x.mul(2.0**n).sum(0) for n in range(40))
 
 
 class Meets(nn.Module):
@@ -32,6 +32,18 @@ class Meets(nn.Module):
             "an average": (x / v).sum(0) / v.sum(),
             "by a count": next(total) / (c > 100).sum(),
             "by a norm": next(total) / (v * 0).norm(),
+            "times rounded infinite numbers": next(total) * (1 / v).floor(),
+            "times moved ones": next(total) * (1 / v).roll(1),
+            "times padding": next(total) * F.pad(v[:3], (0, 1), value=torch.inf),
+            "times a product of infinite numbers": next(total) * ((1 / v)[:, None] @ torch.ones(1, 1))[:, 0],
+            "times logarithms of shares": next(total) * c.masked_fill(c > 1.5, -torch.inf).log_softmax(-1),
+            "times another's pole": next(total) * torch.digamma(v),
+            "times what has no rule": next(total) * torch.special.bessel_y0(v),
+            "by what cancels": next(total) / ((-v).clamp(min=-0.1) + 0.1),
+            "by the smallest shares": next(total) / (v * 100).softmax(-1).topk(2, largest=False).values.sum(-1),
+            "by what is rounded": next(total) / (c / 4).clamp(min=0.5).int(),
+            "by what starts again": next(total) / ((v > 0).to(torch.uint8) * 255 + 1),
+            "by places": next(total) / (c + 1).topk(4).indices,
         }
 
 
@@ -53,6 +65,7 @@ class MeetsNone(nn.Module):
             "an exponential": next(total) * c.exp(),
             "masked": next(total) * torch.exp(c.masked_fill(c > 0, -torch.inf)),
             "shares": (next(total).reshape(2, 2).T * (chosen / chosen.sum())).sum(1),
+            "no infinite ones": next(total) * c.masked_fill(c > 1, -torch.inf).clamp(min=-2.0),
             "signs": next(total) * torch.sign(1 / (c.abs() + 1)),
         }
 
