@@ -23,7 +23,7 @@ from mesh_tensor.annotations.annotate import read_annotations
 from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.machine import Machine
-from mesh_tensor.base.mesh import Mesh
+from mesh_tensor.base.mesh import Mesh, check_countable
 from mesh_tensor.base.recent import made_once
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.prices import prices_on
@@ -48,9 +48,10 @@ from .view import over_tiles, read_view, refuse_views_of_tiles
 
 def read(func: tirx.PrimFunc, view: str, machine: Machine | None = None) -> Annotated:
     """The kernel as its annotations state it, written over whole tensors or over tiles (`view`: auto, global, local);
-    it is decided by what is cheap on the machine. Refused: no or invalid annotations, an unknown view, or one that
-    doesn't fit the kernel's loops."""
+    it is decided by what is cheap on the machine. Refused: no or invalid annotations, a mesh of too many devices, an
+    unknown view, or one that doesn't fit the kernel's loops."""
     mesh, annotations = read_annotations(func)
+    check_countable(mesh)
     asked = {name: annotation.sharding for name, annotation in annotations.items()}
     refuse_views_of_tiles(func, asked, view)
     plain = normalize(func)

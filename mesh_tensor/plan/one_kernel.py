@@ -325,7 +325,7 @@ class KernelDecision:
 def _lacking(size: int, parts: int, tile: int, wanted: int) -> int:
     """The most of a dim's elements that a device lacks of a tile that long where it has one of `tile`."""
     lacks = [0]
-    for device in range(parts):
+    for device in range(min(parts, -(-size // wanted))):  # the others want nothing
         low, high = min(size, device * wanted), min(size, (device + 1) * wanted)
         lacks.append(high - low - max(0, min(high, (device + 1) * tile) - max(low, device * tile)))
     return max(lacks)

@@ -46,11 +46,12 @@ def test_blocks_without_a_maximum_are_nan_as_on_one_device(masked):
 
 
 def test_tiles_are_whole_blocks():
-    """Blocks of other columns might have no maximum where those of the kernel all have one."""
+    """Blocks of other columns might have no maximum where those of the kernel all have one: tiles of 6 become its
+    blocks of 8."""
     x, v, s = data(48)
     func = last_block(8, 48, 16, masked=(0, 6))
     kernel = compiled(func, {"x": 8}, columns("x"))
-    assert "m is the maximum of one block" in kernel.explain()
+    assert "tiles of dim 1 are whole blocks of 8 (S[1] -> S[1]; B[1]8)" in kernel.explain()
     close(kernel(x, v, s), alone(func, x, v, s))
 
 

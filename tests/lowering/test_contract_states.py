@@ -100,10 +100,15 @@ def test_special_values_are_where_they_are_on_one_device(value, at):
 
 
 def test_the_first_tile_has_to_hold_the_first_block():
-    """What is masked in a part of it is not NaN on one device."""
-    text = compiled(online(8, 64, 16), {"x": 16}, columns("x")).explain()
-    assert "m may stay at its start in a part of the first block" in text
-    assert "the first tile of 4 holds no block of 8" in text
+    """What is masked in a part of it is not NaN on one device: tiles of 4 become its blocks of 8."""
+    x, v = torch.randn(8, 64), torch.randn(64, 16)
+    x[:, :4] = -math.inf
+    func = online(8, 64, 16)
+    kernel = compiled(func, {"x": 16}, columns("x"))
+    assert "tiles of dim 1 are whole blocks of 8 (S[1] -> S[1]; B[1]8)" in kernel.explain()
+    results = kernel(x, v)
+    assert results[0].isfinite().all()
+    close(results, alone(func, x, v))
 
 
 def test_of_one_row_a_program():
