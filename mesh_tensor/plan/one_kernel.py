@@ -224,6 +224,9 @@ class KernelDecision:
             known = [self.blocks[axis] for axis in assignment.axes_of(factor) if axis in self.blocks]
             if known and known[0] > 1:
                 assignment.blocks[factor] = known[0]
+            elif not known and (block := self._cheaper_blocks(factor, assignment.axes_of(factor))) is not None:
+                assignment.blocks[factor] = block
+                continue
             while (reason := self._cuts_blocks(factor, assignment.axes_of(factor), *known[:1])) is not None:
                 block = None if known else self._whole_blocks(factor, assignment.axes_of(factor))
                 if block is not None:
@@ -232,6 +235,7 @@ class KernelDecision:
                 last = assignment.axes_of(factor)[-1]
                 self._give_up(assignment, last, factor, reason)
                 assignment.axes[last] = None
+                assignment.blocks.pop(factor, None)
         for axis, asked in demands.items():
             for factor in asked if assignment.axes[axis] is None else []:
                 if reason := self._cuts_blocks(factor, (*assignment.axes_of(factor), axis)):
@@ -270,11 +274,23 @@ class KernelDecision:
         parts = math.prod(self.mesh.size(axis) for axis in axes)
         if self.over_tiles or parts == 1 or not isinstance(factor.size, tirx.IntImm):
             return None
-        near = [read for other, read in self.analysis.windows.values() if other is factor]
-        longer = math.lcm(factor.block, *(read.per // math.gcd(read.stride, read.per) for read in near))
-        ways = [(self._moved(factor, axes, block), block) for block in {factor.block, longer}]
+        ways = [(self._moved(factor, axes, block), block) for block in {factor.block, self._group(factor)}]
         (moved, gathered), block = min(ways)
         return block if self.in_place or moved <= gathered else None
+
+    def _cheaper_blocks(self, factor: Factor, axes: tuple[str, ...]) -> int | None:
+        """The block of which tiles are whole ones because less moves than if what is read of groups starts between two
+        of them: key heads of queries. None: nothing is read so, or no less moves."""
+        group, parts = self._group(factor), math.prod(self.mesh.size(axis) for axis in axes)
+        if self.over_tiles or parts == 1 or group == factor.block or not isinstance(factor.size, tirx.IntImm):
+            return None
+        is_less = self._moved(factor, axes, group) < self._moved(factor, axes, 1)
+        return group if is_less and self._cuts_blocks(factor, axes, group) is None else None
+
+    def _group(self, factor: Factor) -> int:
+        """The least number of whole blocks after which all that is read of groups starts with one of them."""
+        near = [read for other, read in self.analysis.windows.values() if other is factor]
+        return math.lcm(factor.block, *(read.per // math.gcd(read.stride, read.per) for read in near))
 
     def _moved(self, factor: Factor, axes: tuple[str, ...], block: int) -> tuple[float, float]:
         """How many bytes devices lack of tiles of whole blocks, and of theirs of the results; and how many of all that

@@ -7,6 +7,7 @@ import torch
 
 import mesh_tensor as mt
 from kernels import quantized, sparse
+from kernels.flash_attention import flash_attention, flash_attention_reference
 from kernels.grouped_query import grouped_decode, grouped_decode_reference
 from kernels.indexer import index_scores, index_scores_reference
 from kernels.linear_attention import (
@@ -263,3 +264,18 @@ def test_heads_that_devices_do_not_divide(rows, heads):
     torch.testing.assert_close(
         run(func, {"x": 3}, layouts, *inputs), grouped_decode_reference(*inputs), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize(("rows", "moved"), [(2, ["Q", "Out"]), (64, ["K", "V"])])
+def test_the_fewer_of_queries_and_keys_move(rows, moved):
+    """10 heads of queries and 5 of keys, on 3 devices with 4 and 2: either heads of queries go where their keys are, or
+    keys where their queries are."""
+    sizes = {"groups": 2, "block_M": 8, "block_N": 8, "dtype": "float32"}
+    func = flash_attention(1, 10, rows, 40, 8, **sizes)
+    inputs, layouts = inputs_of(func), {param: {"x": 1} for param in ("Q", "K", "V", "Out")}
+    with machine(1):
+        kernel = mt.compile(mt.annotate(func, mt.Mesh({"x": 4}), layouts), target="interpret", poison=True)
+        assert [step.src for step in kernel.program.collectives if step.bytes] == moved
+        for axes in ({"x": 3}, {"x": 4}, {"x": 2, "y": 2}):
+            found = run(func, axes, {p: dict.fromkeys(axes, 1) for p in layouts}, *inputs)
+            torch.testing.assert_close(found, flash_attention_reference(*inputs), rtol=1e-4, atol=1e-4)
