@@ -7,16 +7,16 @@ import signal
 
 # Before torch is loaded. Sums of one device have the bits that they have on several, and workers share the processors.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # until all tests are collected: a quarter of what the imports take
 
-import numpy
-import pytest
-import torch
-from hypothesis import HealthCheck, settings
+import numpy  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
-import mesh_tensor  # noqa: F401  (brings TileLang's TVM before a test imports tvm)
-from tests import overridden_once, parsed_once
+import mesh_tensor  # noqa: E402, F401  (brings TileLang's TVM before a test imports tvm)
+from tests import overridden_once, parsed_once  # noqa: E402
 
-gc.disable()  # until all tests are collected
 parsed_once.install()
 overridden_once.install()
 

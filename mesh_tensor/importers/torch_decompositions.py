@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
@@ -61,11 +62,11 @@ def decomposed(
     imported. Where torch's own way may do something else, it is taken."""
     norms = [node for node in program.graph.nodes if node.target is _INSTANCE_NORM]
     by_rows = all(node.args[3] is None and node.args[4] is None for node in norms)
-    ops = _decompositions(_composite_ops(), frozenset(kept), by_rows)
+    # A dict: torch copies it for each operator, and hashes those of another mapping again.
+    ops = dict(_decompositions(_composite_ops(), frozenset(kept), by_rows))
     if (made := _Decomposition(program, ops, kept, known).made()) is not None:
         return made
-    ops = dict(ops)  # of which torch's own way takes some
-    program = program.run_decompositions(ops)
+    program = program.run_decompositions(ops)  # which takes some away
     # What torch's own way leaves: operators of graphs, and operators that are made of others in two ways.
     others = (*GRAPHS, *FUNCTIONS, *INLINED)
     left = any(node.target in others or node.target in ops for node in program.graph.nodes)
@@ -251,7 +252,8 @@ class _Decomposition:
         if node.target not in table and node.target in decomposition_table:
             table = {**table, node.target: decomposition_table[node.target]}
         dispatcher = enable_python_dispatcher() if node.target in _IN_PYTHON else nullcontext()
-        with torch.no_grad(), dispatcher, modes.pop():
+        # Lazy: no code is made of the graph, which nobody runs.
+        with torch.no_grad(), dispatcher, modes.pop(), _use_lazy_graph_module(True):
             try:
                 traced = make_fx(call, decomposition_table=table)(*operands)
             except Exception:  # such as what torch.vmap has no rule for: it may be taken otherwise

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from mesh_tensor.base.recent import made_once
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
+from mesh_tensor.rules.kernel.normalize import ANALYSES
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, Statement, body_statements, lowest_or
 from mesh_tensor.rules.kernel.states import LogSum, ScaledSum, State
@@ -61,7 +63,8 @@ def live_states(states: Sequence[State], at: int) -> list[State]:
     return [state for state in states if state.top < at and any(is_live(held, at) for held in state.scaled)]
 
 
-def combine(analysis: Analysis, states: Sequence[State], at: int, devices: int, suffix: str) -> Combination:
+@made_once(ANALYSES)
+def combine(analysis: Analysis, states: tuple[State, ...], at: int, devices: int, suffix: str) -> Combination:
     """The kernel's statements before `at`, with what combines their states, and those from `at` on.
 
     Raises Blocked where something live can't be carried over."""

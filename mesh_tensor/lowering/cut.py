@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 
 from tvm import tirx
 
+from mesh_tensor.base.recent import made_once
 from mesh_tensor.rules.kernel.factors import Blocked, Factor
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
+from mesh_tensor.rules.kernel.normalize import ANALYSES
 from mesh_tensor.rules.kernel.padding import ANYTHING, ZERO, content_past_the_end, takes_whole_blocks
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, Statement, body_statements, hinted_like
@@ -78,6 +80,7 @@ class Workspace:
         return tile_op("copy", chip, workspace) if to_workspace else tile_op("copy", workspace, chip)
 
 
+@made_once(ANALYSES)
 def cut(analysis: Analysis, at: int, suffix: str) -> tuple[tirx.PrimFunc, tirx.PrimFunc, list[Workspace]]:
     """The kernel's statements before `at`, those from `at` on, and the workspaces between them.
 

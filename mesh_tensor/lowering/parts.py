@@ -181,7 +181,7 @@ def _combined(
         raise Blocked(f"states {why} are not combined")
     axes = part.assignment.axes_of(factor)
     devices = math.prod(ruled.kernel.mesh.size(axis) for axis in axes)
-    states = live_states(part.analysis.reductions[factor].states, at)
+    states = tuple(live_states(part.analysis.reductions[factor].states, at))
     made = combine(part.analysis, states, at, devices, suffix)
     names.add([*made.own, *made.shared])
     loops = tuple(state.loop for state in states)

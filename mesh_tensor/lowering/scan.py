@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from mesh_tensor.base.recent import made_once
 from mesh_tensor.base.reductions import neutral
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
+from mesh_tensor.rules.kernel.normalize import ANALYSES
 from mesh_tensor.rules.kernel.scans import Carried, Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import OWN_ATTR, Statement, body_statements
@@ -44,6 +46,7 @@ class Resumption:
     ends: tuple[Workspace, ...]
 
 
+@made_once(ANALYSES)
 def resume(analysis: Analysis, scan: Scan, devices: int, suffix: str) -> Resumption:
     """The kernel, whose loop every device resumes.
 

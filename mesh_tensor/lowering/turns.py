@@ -20,8 +20,10 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from mesh_tensor.base.recent import made_once
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
+from mesh_tensor.rules.kernel.normalize import ANALYSES
 from mesh_tensor.rules.kernel.scans import Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import ALL_TURNS, OWN_ATTR
@@ -62,6 +64,7 @@ class Turns:
         return [w for kernel in self.kernels for w in (*kernel.left, *kernel.ends)]
 
 
+@made_once(ANALYSES)
 def take_turns(analysis: Analysis, scan: Scan, devices: int, suffix: str) -> Turns:
     """The kernel, whose loop so many devices run one after the other.
 

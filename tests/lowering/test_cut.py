@@ -55,6 +55,16 @@ def test_the_parts_are_kernels_in_global_view():
     assert [factor.name for factor in workspace.factors] == ["m"]
 
 
+def test_layouts_that_split_the_same_share_their_parts():
+    kernel, x = centred(), torch.randn(16, 32)
+    layouts = [{"X": {"x": 1}, "Y": {"x": 1}}, {"X": {"x": 1}}]
+    with machine(1):
+        made = [local_kernels(lowered(kernel, {"x": 2}, layout)) for layout in layouts]
+        for layout in layouts:
+            assert_right(kernel, {"x": 2}, layout, [x], lambda a: a - a.mean(1, keepdim=True))
+    assert [one.same_as(two) for one, two in zip(*made, strict=True)] == [True, True]
+
+
 def test_what_was_only_copied_in_is_copied_again():
     _, second, workspaces = cut(analyse(normalize(centred())), 2, "w")
     assert [w.on_chip.name for w in workspaces] == ["s"], "x comes from X again"

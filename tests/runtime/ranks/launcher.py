@@ -29,6 +29,7 @@ TIMEOUT = 60  # of the process group, unless a body is about timeouts
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
+        "tests.runtime.ranks.uncollected",
         "mesh_tensor.api.compile",
         "mesh_tensor.api.custom_op",
         "mesh_tensor.api.module",
@@ -139,6 +140,7 @@ def _ranks(body: Callable[..., Any], before: Callable[[], Any], world: _World, s
 
 def _rank(body: Callable[[int], Any], rank: int, world: _World, sender: Connection) -> None:
     gc.freeze()  # what the fork server has imported
+    gc.enable()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist = torch.distributed
