@@ -26,12 +26,16 @@ CompiledKernel = Callable[..., None]
 
 @dataclass(frozen=True)
 class Target:
-    """Where kernels run. `threaded`: calls for several devices may run at the same time in threads of their own."""
+    """Where kernels run. `threaded`: calls for several devices may run at the same time in threads of their own.
+    `together` compiles several kernels, where that is quicker than one after the other; `prepare` has what `compiler`
+    will be asked for compiled so, of a target that remembers it."""
 
     name: str
     device_type: str
     threaded: bool
     compiler: Callable[[tirx.PrimFunc, bool], CompiledKernel]
+    together: Callable[[Sequence[tirx.PrimFunc]], Sequence[CompiledKernel]] | None = None
+    prepare: Callable[[Sequence[tirx.PrimFunc]], None] | None = None
 
     def device(self) -> torch.device:
         """The torch device that tensors have to be on."""
@@ -44,7 +48,13 @@ class Target:
         def compiler(func: tirx.PrimFunc, poison: bool) -> CompiledKernel:
             return made.made((func, poison), lambda: self.compiler(func, poison))
 
-        return replace(self, compiler=compiler)
+        def prepare(funcs: Sequence[tirx.PrimFunc]) -> None:
+            new = [func for func in dict.fromkeys(funcs) if made.get((func, False)) is None]
+            if self.together is not None and len(new) > 1:
+                for func, kernel in zip(new, self.together(new), strict=True):
+                    made.put((func, False), kernel)
+
+        return replace(self, compiler=compiler, prepare=None if self.together is None else prepare)
 
     def compile(self, func: tirx.PrimFunc, poison: bool = False) -> CompiledKernel:
         """A callable on tensors, ints and floats in the order of `func`'s parameters, which writes in place."""
@@ -68,6 +78,12 @@ def _compile_c(func: tirx.PrimFunc, poison: bool) -> CompiledKernel:
     from .cpu.kernel import compile_for_cpu
 
     return compile_for_cpu(func)
+
+
+def _compile_all_c(funcs: Sequence[tirx.PrimFunc]) -> Sequence[CompiledKernel]:
+    from .cpu.kernel import compile_together
+
+    return compile_together(funcs)
 
 
 def _compile_cuda(func: tirx.PrimFunc, poison: bool) -> CompiledKernel:
@@ -97,7 +113,7 @@ def as_numpy(tensor: torch.Tensor) -> Any:
 
 
 _TARGETS = {
-    "c": Target("c", "cpu", True, _compile_c),
+    "c": Target("c", "cpu", True, _compile_c, _compile_all_c),
     "cuda": Target("cuda", "cuda", False, _compile_cuda),
     "interpret": Target("interpret", "cpu", False, _compile_interpreter),
 }

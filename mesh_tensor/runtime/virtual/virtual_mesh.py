@@ -11,6 +11,8 @@ from copy import copy
 from functools import partial
 from typing import Any
 
+from tvm import tirx
+
 from mesh_tensor.lowering.verify import enabled
 from mesh_tensor.program.loop_step import LoopStep
 from mesh_tensor.program.program import Program, ProgramValue
@@ -57,6 +59,8 @@ class VirtualMesh:
         together = program.mesh.num_devices > 1 and target.device_type == "cpu"
         self._one_tiles = one_tiles(program) if together else []
         first, last = program.steps[: program.overwrites_from], program.steps[program.overwrites_from :]
+        if target.prepare is not None:
+            target.prepare([self._compiled(step) for step in program.kernels if not self._makes_nothing(step)])
         self._first, self._last = self._actions(first, alone), self._actions(last, alone)
 
     def resized(self, program: Program) -> VirtualMesh | None:
@@ -117,12 +121,20 @@ class VirtualMesh:
 
         return action
 
+    def _makes_nothing(self, step: KernelStep) -> bool:
+        return all(self.layout(name).tile_bytes == 0 for name in step.writes)
+
+    def _compiled(self, step: KernelStep) -> tirx.PrimFunc:
+        """What is compiled for a step."""
+        joined = [one.kernel for one in self._one_tiles if one.written is step]
+        return (joined[-1] if joined else step).func
+
     def kernel(self, step: KernelStep) -> Action | None:
         """All devices run the step's kernel on their tiles; nothing happens if what it writes has no elements."""
-        if all(self.layout(name).tile_bytes == 0 for name in step.writes):
+        if self._makes_nothing(step):
             return None
         joined = [one for one in self._one_tiles if one.written is step]
-        kernel = self._target.compile((joined[-1].kernel if joined else step).func, self._poison)
+        kernel = self._target.compile(self._compiled(step), self._poison)
         order = arguments_of(step, self.program)
         mesh = self.program.mesh
         places = [[mesh.coordinate(rank)[axis] for axis in step.axes] for rank in range(mesh.num_devices)]

@@ -13,6 +13,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import tilelang
@@ -63,22 +66,32 @@ def c_source(func: tirx.PrimFunc) -> str:
     return text + _entry(kernel)
 
 
-def library_for(func: tirx.PrimFunc) -> ctypes.CDLL:
-    """The compiled library of `func`, from the cache on disk if it is there (and TileLang's cache is not disabled)."""
-    library = _load(func)
-    give_blas(library)
-    return library
+def libraries_for(funcs: Sequence[tirx.PrimFunc]) -> list[ctypes.CDLL]:
+    """The compiled libraries of kernels, from the cache on disk if they are there (and TileLang's cache is not
+    disabled). Those that aren't are compiled at the same time, by as many compilers as there are processors."""
+    found = [_sought(func) for func in funcs]
+    builds = [build for build in found if not isinstance(build, ctypes.CDLL)]
+    if len(builds) > 1:
+        with ThreadPoolExecutor(min(len(builds), os.cpu_count() or 1)) as pool:
+            built = iter(list(pool.map(lambda build: build(), builds)))
+    else:
+        built = (build() for build in builds)
+    libraries = [each if isinstance(each, ctypes.CDLL) else next(built) for each in found]
+    for library in libraries:
+        give_blas(library)
+    return libraries
 
 
-def _load(func: tirx.PrimFunc) -> ctypes.CDLL:
+def _sought(func: tirx.PrimFunc) -> ctypes.CDLL | Callable[[], ctypes.CDLL]:
+    """The kernel's library, or what compiles it: its source is there already, as TVM is for one thread."""
     func = tirx.PrimFunc(func.params, func.body, func.ret_type, func.buffer_map).with_attr(
         {"global_symbol": func.attrs["global_symbol"]}
     )
     if not tilelang.env.is_cache_enabled():
-        return build_once(c_source(func), compile_library)
+        return partial(build_once, c_source(func), compile_library)
     kernel, compiler = kernel_key(func), compiler_stamp()
     library = find_library(kernel, compiler)
-    return add_library(kernel, compiler, c_source(func), compile_library) if library is None else library
+    return partial(add_library, kernel, compiler, c_source(func), compile_library) if library is None else library
 
 
 def kernel_key(func: tirx.PrimFunc) -> str:

@@ -33,15 +33,15 @@ _Accesses = list[tirx.BufferLoad | tirx.BufferStore]
 def contract_blocks(body: tirx.Stmt, params: frozenset[tirx.Var]) -> tirx.Stmt:
     """`body`, a re-targeted kernel with its loops joined, with smaller blocks; `params` are the data of the kernel's
     parameters, which may be the same memory."""
-    for block in _private_blocks(body):
+    for block in private_blocks(body):
         passed_on = _passed_on(body, block, params)
         body = body if passed_on is None else passed_on
-    for block in _private_blocks(body):
+    for block in private_blocks(body):
         body = _of_one_iteration(body, block)
     return body
 
 
-def _private_blocks(body: tirx.Stmt) -> list[tirx.Buffer]:
+def private_blocks(body: tirx.Stmt) -> list[tirx.Buffer]:
     """The kernel's own buffers that nothing has a pointer to, or sees in another form."""
     own = own_blocks(body)
     pointed = {c.args[0].buffer.data for c in nodes(body, tirx.Call) if op_name(c) == "tirx.address_of"}
@@ -51,7 +51,8 @@ def _private_blocks(body: tirx.Stmt) -> list[tirx.Buffer]:
     return [buffer for data, buffer in own.items() if data not in pointed and not buffer.strides]
 
 
-def _uses(where: tirx.Stmt, block: tirx.Buffer) -> _Accesses:
+def block_uses(where: tirx.Stmt, block: tirx.Buffer) -> _Accesses:
+    """The accesses to a block, statement by statement."""
     return [use for use in uses_in(where) if not isinstance(use, tirx.Var) and use.buffer.same_as(block)]
 
 
@@ -71,7 +72,7 @@ def _passed_on(body: tirx.Stmt, block: tirx.Buffer, params: frozenset[tirx.Var])
         return [part for part in kept if not _is_of(part, block)]
 
     smaller = without_block(map_sequences(body, pass_on), block)
-    return None if _uses(smaller, block) else smaller
+    return None if block_uses(smaller, block) else smaller
 
 
 def _is_of(stmt: tirx.Stmt, block: tirx.Buffer) -> bool:
@@ -128,16 +129,16 @@ def without_block(body: tirx.Stmt, block: tirx.Buffer) -> tirx.Stmt:
 
 def _of_one_iteration(body: tirx.Stmt, block: tirx.Buffer) -> tirx.Stmt:
     """The kernel with the block's first dim gone, if one loop walks it, and nothing stays for its next iteration."""
-    uses = _uses(body, block)
+    uses = block_uses(body, block)
     if len(block.shape) < 2 or not uses or not isinstance(uses[0].indices[0], tirx.Var):
         return body
     var = uses[0].indices[0]
     if not all(use.indices[0].same_as(var) for use in uses):
         return body
     loops = [part for part in walk(body) if isinstance(part, tirx.For) and part.loop_var.same_as(var)]
-    if len(loops) != 1 or accesses(loops[0].body) is None or len(_uses(loops[0].body, block)) != len(uses):
+    if len(loops) != 1 or accesses(loops[0].body) is None or len(block_uses(loops[0].body, block)) != len(uses):
         return body
-    first = next(part for part in statements(loops[0].body) if _uses(part, block))
+    first = next(part for part in statements(loops[0].body) if block_uses(part, block))
     return _sliced(body, block) if _sets_all(first, block) else body
 
 
@@ -147,11 +148,11 @@ def _sets_all(stmt: tirx.Stmt, block: tirx.Buffer) -> bool:
     while isinstance(stmt, tirx.For):
         loops.append(stmt)
         stmt = stmt.body
-    uses = _uses(stmt, block)
+    uses = block_uses(stmt, block)
     if not uses or not walks_all(loops, list(uses[0].indices)[1:], list(block.shape)[1:]):
         return False
-    first = next(part for part in statements(stmt) if _uses(part, block))
-    stored = isinstance(first, tirx.BufferStore) and first.buffer.same_as(block) and len(_uses(first, block)) == 1
+    first = next(part for part in statements(stmt) if block_uses(part, block))
+    stored = isinstance(first, tirx.BufferStore) and first.buffer.same_as(block) and len(block_uses(first, block)) == 1
     return stored and all(all(map(same, use.indices, uses[0].indices)) for use in uses)
 
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.stmt_functor import substitute
 
+from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.tir.effects import op_name
-from mesh_tensor.tir.nodes import expressions, is_const, loads, nodes
+from mesh_tensor.tir.memory import strides_of
+from mesh_tensor.tir.nodes import expressions, int_or, is_const, loads, nodes
 from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.rewrite import inner, sequence, statements, with_inner
 
@@ -86,6 +88,14 @@ def contiguous(indices: tuple[tirx.PrimExpr, ...], var: tirx.Var) -> bool:
 def uses(expr: tirx.PrimExpr, var: tirx.Var) -> bool:
     """Whether `var` is in `expr`."""
     return any(var.same_as(found) for found in tirx.analysis.undefined_vars(expr))
+
+
+def bytes_of_step(access: MemoryAccess, var: tirx.Var) -> int:
+    """How far apart the elements of neighbouring values of `var` are; -1 where that isn't constant."""
+    distance = 0
+    for index, stride in zip(access.indices, strides_of(access.buffer), strict=True):
+        distance = distance + (substitute(index, {var: var + 1}) - index) * stride
+    return int_or(Prover().simplify(distance), -1) * itemsize(access.buffer.dtype) if access.indices else -1
 
 
 def _loads(expr: tirx.PrimExpr) -> list[MemoryAccess]:

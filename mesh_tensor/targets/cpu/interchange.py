@@ -20,15 +20,12 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.tirx.stmt_functor import ir_transform, substitute
 
-from mesh_tensor.base.dtypes import itemsize
-from mesh_tensor.tir.memory import strides_of
 from mesh_tensor.tir.nodes import int_or, loads, nodes
-from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.rewrite import statements, with_inner
 
 from .contract import without_block
 from .exprs import is_pure_index
-from .fuse import MemoryAccess, accesses, in_step, same_memory, uses, uses_in, walk
+from .fuse import MemoryAccess, accesses, bytes_of_step, in_step, same_memory, uses, uses_in, walk
 from .products import own_blocks, uses_of, walks_all
 
 _PAGE = 4096  # bytes that a way of the nearest cache has, on x86 and most others
@@ -121,9 +118,9 @@ class _Interchange:
             moved = access.buffer.data in self._params and any(uses(i, columns.loop_var) for i in access.indices)
             if not moved:
                 continue
-            step = _bytes_of_step(access, columns.loop_var)
+            step = bytes_of_step(access, columns.loop_var)
             if any(uses(index, rows.loop_var) for index in access.indices):
-                far |= 0 < step < _PAGE and _bytes_of_step(access, rows.loop_var) >= _PAGE
+                far |= 0 < step < _PAGE and bytes_of_step(access, rows.loop_var) >= _PAGE
             elif not 0 <= step * int(columns.extent) <= _STAYS_NEAR:
                 return False
         return far
@@ -145,11 +142,3 @@ def _with_source(rows: tirx.For, store: tirx.BufferStore) -> tirx.For:
         return substitute(store.value, {var: index for var, index in at.items() if isinstance(var, tirx.Var)})
 
     return ir_transform(rows, None, source, ["tirx.BufferLoad"])
-
-
-def _bytes_of_step(access: MemoryAccess, var: tirx.Var) -> int:
-    """How far apart the elements of neighbouring values of `var` are; -1 where that isn't constant."""
-    distance = 0
-    for index, stride in zip(access.indices, strides_of(access.buffer), strict=True):
-        distance = distance + (substitute(index, {var: var + 1}) - index) * stride
-    return int_or(Prover().simplify(distance), -1) * itemsize(access.buffer.dtype) if access.indices else -1

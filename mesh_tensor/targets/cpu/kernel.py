@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tvm import tirx
 
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.targets.reports import raise_failure, report_from
 
-from .build import ENTRY, library_for
+from .build import ENTRY, libraries_for
 from .legalize import size_variables
 
 _SCALARS = {"bool": ctypes.c_bool, "float32": ctypes.c_float, "float64": ctypes.c_double} | {
@@ -23,12 +23,12 @@ class CpuKernel:
 
     Nothing is checked. The call releases the GIL, and several threads may call at the same time."""
 
-    def __init__(self, func: tirx.PrimFunc) -> None:
+    def __init__(self, func: tirx.PrimFunc, library: ctypes.CDLL) -> None:
         is_tensor = [param in func.buffer_map for param in func.params]
         sizes = _size_sources(func)
         types = [_argument(param, tensor) for param, tensor in zip(func.params, is_tensor, strict=True)]
-        self._library = library_for(func)
-        self._entry = self._library[ENTRY]
+        self._library = library
+        self._entry = library[ENTRY]
         self._entry.restype = ctypes.c_int
         self._entry.argtypes = [*types, *(_SCALARS[var.dtype] for var, _ in sizes)]
         self._is_tensor = tuple(is_tensor)
@@ -52,8 +52,15 @@ class _ReportingKernel(CpuKernel):
 
 def compile_for_cpu(func: tirx.PrimFunc) -> CpuKernel:
     """`func` compiled for this machine; compiled code is kept on disk, so the next process only loads it."""
-    kernel = CpuKernel(func)
-    return _ReportingKernel(func) if report_from(kernel._library) else kernel
+    return compile_together([func])[0]
+
+
+def compile_together(funcs: Sequence[tirx.PrimFunc]) -> list[CpuKernel]:
+    """Several, by compilers that run at the same time."""
+    return [
+        (_ReportingKernel if report_from(library) else CpuKernel)(func, library)
+        for func, library in zip(funcs, libraries_for(funcs), strict=True)
+    ]
 
 
 def _argument(param: tirx.Var, is_tensor: bool) -> type:

@@ -33,6 +33,7 @@ from .interchange import rows_outermost
 from .lanes import step_by_lanes
 from .products import lean_products
 from .tile_ops import TileOps, update_before_use
+from .uncopied import without_copies
 
 _IN_LOOP = {name: name for name in ("tirx.break_loop", "tirx.continue_loop")} | {"tl.loop_break": "tirx.break_loop"}
 
@@ -80,7 +81,7 @@ class _Retarget:
         body = self._stmt(func.body) or tirx.Evaluate(const(0, "int32"))
         params = self._params
         body = group_rows(lean_products(body), params)
-        body = contract_blocks(fuse_loops(body, params), params)
+        body = without_copies(contract_blocks(fuse_loops(body, params), params), params)
         body = step_by_lanes(rows_outermost(body, params), params)
         attrs = {"global_symbol": self._kernel}
         return tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, None).with_attr(attrs)

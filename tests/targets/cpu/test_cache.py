@@ -13,12 +13,15 @@ import pytest
 import tilelang
 import torch
 
+import mesh_tensor as mt
+from kernels.softmax import softmax
 from mesh_tensor.base.environment import CACHE_VARIABLE
+from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.targets.cpu import build as cpu_build
 from mesh_tensor.targets.cpu import build as cpu_compiler
 from mesh_tensor.targets.cpu import cache as cpu_cache
 from mesh_tensor.targets.cpu.build import compiler_stamp
-from mesh_tensor.targets.cpu.kernel import compile_for_cpu
+from mesh_tensor.targets.cpu.kernel import compile_for_cpu, compile_together
 from tests.corrupt.mutations import mutated_bytes
 from tests.runtime.ranks.launcher import run
 
@@ -282,3 +285,51 @@ def test_a_compiler_with_arguments(monkeypatch, cache):
     found = cpu_compiler.get_cplus_compiler()
     monkeypatch.setattr(cpu_compiler, "get_cplus_compiler", lambda: f"env LC_ALL=C {found}")
     assert scaled(5.0)
+
+
+def _meeting(monkeypatch, count):
+    """So many processors, and compilers that begin when as many are about to: those that ran."""
+    meeting, ran, compile_library = threading.Barrier(count, timeout=60), [], cpu_build.compile_library
+
+    def build(source, library):
+        meeting.wait()
+        ran.append(library)
+        compile_library(source, library)
+
+    monkeypatch.setattr(cpu_build, "compile_library", build)
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    return ran
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_several_kernels_are_compiled_at_the_same_time(cache, monkeypatch, kept):
+    monkeypatch.setattr(tilelang.env, "is_cache_enabled", lambda: kept)
+    ran = _meeting(monkeypatch, 2)
+    kernels = compile_together([dynamic_scale(factor) for factor in (2.0, 3.0)])
+    assert len(ran) == 2
+    for factor, kernel in zip((2.0, 3.0), kernels, strict=True):
+        x, y = torch.randn(5, 7), torch.empty(5, 7)
+        kernel(x, y)
+        torch.testing.assert_close(y, x * factor)
+
+
+def test_a_program_has_its_kernels_compiled_at_the_same_time(cache, monkeypatch):
+    """A softmax over split columns is cut twice; of its three kernels none is like another."""
+    ran = _meeting(monkeypatch, 3)
+    func = mt.annotate(softmax(64, 128), mt.Mesh({"x": 2}), {"X": {"x": 1}, "Y": {"x": 1}})
+    kernel = mt.compile(func, target="c", strict=True)
+    x = torch.randn(64, 128)
+    torch.testing.assert_close(kernel(x), x.softmax(1))
+    assert len(ran) == len(kernel.program.kernels) == 3
+
+
+def test_one_that_cannot_be_compiled_among_several(cache, monkeypatch):
+    def build(source, library):
+        if "2.000000e+00f" in source.read_text():
+            refuse("broken")
+        compile_library(source, library)
+
+    compile_library = cpu_build.compile_library
+    monkeypatch.setattr(cpu_build, "compile_library", build)
+    with pytest.raises(MeshTensorError, match="broken"):
+        compile_together([dynamic_scale(factor) for factor in (3.0, 2.0, 4.0)])
