@@ -236,6 +236,10 @@ def _regrouped(node: Node, rows: Rows) -> Kind:
     if node.call.name == "expand_dims":
         new = {axis % len(target) for axis in node.call.attr("axis")}
         return Rows([d for d in range(len(target)) if d not in new][rows.dim], rows.outer, rows.count)
+    if node.call.name == "squeeze" and node.call.attr("axis") is not None:
+        left = [d for d in range(len(source)) if d not in {axis % len(source) for axis in node.call.attr("axis")}]
+        if rows.dim in left:
+            return Rows(left.index(rows.dim), rows.outer, rows.count)
     done = 1
     for d, size in enumerate(target):
         mine = done * size > before and before % done == 0 and size % (before // done) == 0

@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mesh_tensor.pipelining.clock import Event
+
 from .summary import CURVE, LEFT, ROW, WIDTH, in_bytes, in_seconds, label, left_out_lines, named, rect, way_out, written
 
 if TYPE_CHECKING:
@@ -113,31 +115,54 @@ def pipeline_table(simulation: PipelineSimulation) -> str:
     return "\n".join([*lines, *left_out_lines(made.left_out)])
 
 
+@dataclass(frozen=True)
+class DeviceRow:
+    """What a device of a mesh does in seconds: its actions, from when to when it does what follows them, and the bytes
+    that it holds from each action on, and at last."""
+
+    mesh: str
+    device: int
+    events: tuple[Event, ...]
+    ending: tuple[float, float]
+    held: Sequence[int]
+
+
 def pipeline_trace(simulation: PipelineSimulation, path: str | Path | None) -> dict[str, Any]:
-    """A process per mesh, an event per action in microseconds, and a counter of the bytes that a device holds."""
-    made, events = simulation, list[dict[str, Any]]()
-    for number, (name, row, held) in enumerate(zip(made.meshes, made.timeline.rows, made.held, strict=True)):
-        events.append(named("process_name", number, name) | {"pid": number})
-        for event, nbytes in zip(row, held, strict=False):
-            events.append(_bar(number, str(event.action), event.action.name, event.start, event.end))
-            events.append(_memory(number, event.start, nbytes))
-        start, end = made.timeline.endings[number]
+    """Of the first device of each mesh."""
+    made = simulation
+    rows = zip(made.meshes, made.timeline.rows, made.timeline.endings, made.held, strict=True)
+    devices = [DeviceRow(name, 0, row, ending, held) for name, row, ending, held in rows]
+    return chrome_trace(devices, {"machine": made.machine.name}, path)
+
+
+def chrome_trace(rows: Sequence[DeviceRow], about: dict[str, Any], path: str | Path | None) -> dict[str, Any]:
+    """A process per mesh, a thread per device, an event per action in microseconds, and a counter of the bytes that a
+    device holds; in Chrome's format, written to `path` if there is one."""
+    events, meshes = list[dict[str, Any]](), list(dict.fromkeys(row.mesh for row in rows))
+    for row in rows:
+        place = {"pid": meshes.index(row.mesh), "tid": row.device}
+        if row.device == 0:
+            events.append(named("process_name", 0, row.mesh) | place)
+        for event, nbytes in zip(row.events, row.held, strict=False):
+            events.append(_bar(place, str(event.action), event.action.name, event.start, event.end))
+            events.append(_memory(place, event.start, nbytes))
+        start, end = row.ending
         if end > start:
-            events.append(_bar(number, REDUCED, "gradients", start, end))
-        events.append(_memory(number, start, held[-1]))
-    made_trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"machine": made.machine.name}}
+            events.append(_bar(place, REDUCED, "gradients", start, end))
+        events.append(_memory(place, start, row.held[-1]))
+    made = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
     if path is not None:
-        Path(path).write_text(json.dumps(made_trace), encoding="utf-8")
-    return made_trace
+        Path(path).write_text(json.dumps(made), encoding="utf-8")
+    return made
 
 
-def _bar(process: int, name: str, category: str, start: float, end: float) -> dict[str, Any]:
-    place = {"pid": process, "tid": 0, "ts": start * 1e6, "dur": (end - start) * 1e6}
-    return {"ph": "X", "name": name, "cat": category, **place}
+def _bar(place: dict[str, int], name: str, category: str, start: float, end: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": category, **place, "ts": start * 1e6, "dur": (end - start) * 1e6}
 
 
-def _memory(process: int, start: float, nbytes: int) -> dict[str, Any]:
-    return {"ph": "C", "name": "memory", "pid": process, "ts": start * 1e6, "args": {"bytes": nbytes}}
+def _memory(place: dict[str, int], start: float, nbytes: int) -> dict[str, Any]:
+    name = f"memory of device {place['tid']}" if place["tid"] else "memory"
+    return {"ph": "C", "name": name, "pid": place["pid"], "ts": start * 1e6, "args": {"bytes": nbytes}}
 
 
 def pipeline_page(simulation: PipelineSimulation, path: str | Path | None) -> str:

@@ -158,6 +158,19 @@ def test_stacks_of_one_row():
         assert all(isinstance(kind, Sum) for kind in found.kinds)
 
 
+def test_what_is_unstacked_has_its_rows_where_they_were():
+    """Also one row alone: (3, 1, 5, 2) as three of (1, 5, 2)."""
+
+    def product(x, y):
+        q, k, v = x.reshape(-1, 5, 3, 2).permute(2, 0, 1, 3).unbind(0)
+        return (q @ k.transpose(1, 2)).softmax(-1) @ v
+
+    for rows in (1, 2, 4):
+        assert parts_of(product, rows=rows).kinds == (Rows(0, 1, rows),)
+    (kind,) = parts_of(lambda x, y: x.squeeze(0).softmax(0), rows=1).kinds
+    assert isinstance(kind, Mixed)
+
+
 def test_row_numbers_are_none_of_positions():
     """As many rows as positions."""
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from mesh_tensor.base.errors import listing, refuse
+from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.base.topology import Topology
@@ -37,17 +37,18 @@ from ..training_optimizer import LossScale
 from .carriers import Mailbox, RankCarrier
 from .checkpoints import Learned
 from .explain import explain_pipeline
+from .measured import Measured
 from .planned import PlannedStages
 from .ranks import RankRuns, message_numbers
 from .results import Results, results_of, rows_of, split_batch
-from .rows import Microbatch, Row, run_rows
+from .rows import Microbatch, Row, Stopwatch, run_rows
 from .stated import stage_layouts, stages_of, trained_weights
 from .weights import StageWeights
 
 _SMALL = 4096  # bytes: sending less takes as long as starting to send
 
 
-class Pipeline(Learned):
+class Pipeline(Learned, Measured):
     """A model in stages on several meshes, as a callable: it takes a whole batch, splits it into microbatches, and runs
     its schedule, with a thread per mesh. Results with rows are concatenated over microbatches; scalar results are
     means, or sums, over the batch's rows.
@@ -91,8 +92,8 @@ class Pipeline(Learned):
         self._form: CallForm | None = None
         self._results = Results(flow)
         self._scale: LossScale | None = None
-        self.skipped = 0
-        self.microbatches = 1
+        self.skipped, self.microbatches = 0, 1
+        self._watches: dict[str, Stopwatch] = {}
         self.peak_bytes = dict.fromkeys(self.topology, 0)
         self.peak_microbatches = dict.fromkeys(self.topology, 0)
 
@@ -155,6 +156,7 @@ class Pipeline(Learned):
 
     def _called(self, batch: Sequence[Any], named: Mapping[str, Any]) -> Any:
         self._forget()  # gradients are those of this call, which all ranks make, or there are none
+        self._watches = {}
         if self._runs is None:
             return self._run(self._prepared(self._given(batch, named)))
         given = dict[str, torch.Tensor]()
@@ -164,6 +166,8 @@ class Pipeline(Learned):
             return self._facts(self._prepared(given))
 
         made = self._runs.call(prepare, self._run_on_ranks, lambda _: given)
+        if isinstance(made, MeshTensorError):
+            raise made
         self._ran = True
         return made
 
@@ -201,14 +205,16 @@ class Pipeline(Learned):
         run_rows(self.schedule, rows, self.topology.names, mailbox)
         for name, row in zip(self.topology, rows, strict=True):
             self._note(name, row)
-        self._gradients = {stage: sums for row in rows for stage, sums in row.gradients.items()}
         made = {key: value.full() for row in rows for key, value in row.results.items()}
         result = self._result(made, microbatches)
+        self._gradients = {stage: sums for row in rows for stage, sums in row.gradients.items()}
         self._weights.advance({stage: state for row in rows for stage, state in row.state.items()})
+        self._watches = {name: row.watch for name, row in zip(self.topology, rows, strict=True)}
         self._ran = True
         return result
 
     def _run_on_ranks(self, microbatches: list[Microbatch]) -> Any:
+        """The results; or why they are refused, by which all ranks go on."""
         assert self._runs is not None
         numbers = message_numbers(self.stages, self.microbatches)
         carrier = RankCarrier(self._runs.ranks, numbers)
@@ -216,17 +222,21 @@ class Pipeline(Learned):
         self._runs.row(self.schedule, row)
         self._runs.finish(self.schedule, carrier)
         self._note(self._runs.ranks.name, row)
-        self._gradients = row.gradients
         results = [(name, i) for name in dict.fromkeys(self._flow.returned) for i in range(self.microbatches)]
         made = {key: carrier.whole(value) for key, value in row.results.items()}
         home = {name: stage for stage in self.stages for name in stage.results}
         like = {(name, i): microbatches[i].stages[home[name].index].types[name] for name, i in results}
         owners = {key: home[key[0]] for key in results}
         shared = self._runs.share(made, owners, like, len(numbers), together=_SMALL)
-        result = self._result(shared, microbatches)
+        try:
+            result = self._result(shared, microbatches)
+        except MeshTensorError as error:
+            return error
+        self._gradients = row.gradients
         if self._flow.state:
             self._runs.settle([], None, "state of a pipeline")  # of all stages, or of none
             self._weights.advance(row.state)
+        self._watches = {self._runs.ranks.name: row.watch}
         return result
 
     @property
@@ -286,6 +296,7 @@ class Pipeline(Learned):
     def _result(self, made: Mapping[tuple[str, int], torch.Tensor], microbatches: Sequence[Microbatch]) -> Any:
         shares = [part.share for part in microbatches]
         parts = {name: [made[name, i] for i in range(len(shares))] for name in self._flow.returned}
+        self._results.check_totals(parts, self._whole, [part.inputs for part in microbatches], shares)
         values = {name: self._results.merged(name, found, shares) for name, found in parts.items()}
         taken = set[int]()
         results = map_tree(self._flow.tree(values), lambda tensor: in_own_memory(tensor, taken))

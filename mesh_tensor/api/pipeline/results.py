@@ -53,6 +53,31 @@ class Results:
             return parts[0].clone()  # may be a weight's memory, where a rank has all of it
         return torch.cat(list(parts)) if isinstance(kind, Rows) else _combined(kind, parts, shares)
 
+    def check_totals(
+        self,
+        made: Mapping[str, Sequence[torch.Tensor]],
+        weights: Mapping[str, torch.Tensor],
+        parts: Sequence[Mapping[str, torch.Tensor]],
+        shares: Sequence[float],
+    ) -> None:
+        """Refuse numbers that are infinite in microbatches because these are divided by a total of 0: the batch's is
+        not their sum."""
+        numbers = [name for name in made if isinstance(self._kinds.get(name), (Sum, Mean))]
+        infinite = [name for name in numbers if self._totals and any(bool(part.isinf().any()) for part in made[name])]
+        if not infinite:
+            return
+        names = [total.name for total in self._totals]
+        known = self.with_totals(weights, parts, shares, names)[0]
+        zeros = [total.value for total in self._totals if not bool(known[total.name].all())]
+        if zeros:
+            refuse(
+                f"microbatches don't make the result {listing(infinite)}: {listing(zeros)} of the batch is 0, by which"
+                " it is divided",
+                where=f"call of the pipeline of {self.flow.function!r}",
+                why="what is infinite in each microbatch doesn't add up to what the batch gives",
+                fix="pass a batch for which that isn't 0, or run it with microbatches=1",
+            )
+
     def with_totals(
         self,
         weights: Mapping[str, torch.Tensor],

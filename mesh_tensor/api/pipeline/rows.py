@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import time
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +32,32 @@ class Microbatch:
     share: float
     seed: float
     scale: float = 1.0
+
+
+class Stopwatch:
+    """When a row's actions run: `began` is called once what an action takes is there. In seconds since the epoch, which
+    ranks on one machine share."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[Action, float, float, int]] = []  # from when to when, and the bytes held afterwards
+        self.ending = (0.0, 0.0)
+        self._began: float | None = None
+
+    def began(self) -> None:
+        """The action computes from now on."""
+        self._began = time()
+
+    def ended(self, action: Action, held: int) -> None:
+        """The action has handed on what it made. One that computes nothing takes no time."""
+        now = time()
+        self.rows.append((action, now if self._began is None else self._began, now, held))
+        self._began = None
+
+    def at_end(self, work: Callable[[], None]) -> None:
+        """Do what follows the last action."""
+        start = time()
+        work()
+        self.ending = start, time()
 
 
 class Row:
@@ -58,12 +85,14 @@ class Row:
         self.gradients: dict[int, Values] = {}
         self.peak_bytes = 0
         self.peak_microbatches = 0
+        self.watch = Stopwatch()
 
     def run(self, action: Action) -> None:
         """Run one action: take what it needs, compute, hand on what others need."""
         here = self._microbatches[action.microbatch].stages[action.stage]
         _ACTIONS[action.kind](self, here, action)
         self._count(here, action)
+        self.watch.ended(action, self._bytes)
 
     def expect(self, action: Action) -> None:
         """Make ready for what the next action takes from other meshes."""
@@ -138,6 +167,7 @@ class Row:
     def _run(self, here: StageFragments, action: Action, held: Values) -> Values:
         """What a fragment makes of weights, and of what is held; what a backward is the last to take isn't any more,
         and gradients of weights that were added to earlier microbatches' are no part of what it makes."""
+        self.watch.began()
         fragment, weights, carrier = here.fragments[action.kind], self._weights[here.stage.index], self._carrier
         values = [held[name] if name in held else weights[name] for name in fragment.takes]
         if self._memory:
@@ -202,6 +232,9 @@ class Row:
     def finish(self) -> None:
         """Reduce the weights' gradients, once for all microbatches, where devices have parts of them, and take the
         scale out of them."""
+        self.watch.at_end(self._reduce)
+
+    def _reduce(self) -> None:
         scale = self._microbatches[0].scale
         for stage, sums in self.gradients.items():
             here = self._microbatches[0].stages[stage]

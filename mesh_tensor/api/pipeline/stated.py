@@ -7,6 +7,7 @@ from typing import Any
 
 from mesh_tensor.annotations.named_values import is_pattern
 from mesh_tensor.annotations.names import relax_function, variables
+from mesh_tensor.annotations.stated_ties import names_parts
 from mesh_tensor.base.errors import refuse, shown
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh
@@ -31,6 +32,9 @@ _MEMORY = (
 )
 _TRAIN = "give names of weights, or True for all of them"
 _LAYOUTS = "give {mesh: {name: layout}}, or {name: layout} for all meshes; layouts as annotate_module takes them"
+_WHOLE_AXES = (
+    'pipelines take no axes apart: give the mesh these parts as axes of its own, {"a": 4, "b": 2} for {"x": 8}'
+)
 
 
 def stages_of(
@@ -148,9 +152,12 @@ def stage_layouts(
                 problems.append(f"no stage on mesh {mesh!r} has the value {name!r}")
             for i in targets:
                 layout = layouts[name] if per_mesh else _of_mesh(layouts[name], topology[mesh], topology)
+                if names_parts(topology[mesh], layout):
+                    problems.append(f"{name!r} is laid out by parts of an axis of mesh {mesh!r}: {shown(layout)}")
                 found[i][f"{function}.{value}" if inner else value] = layout
     if problems:
-        refuse(list(dict.fromkeys(problems)), where=f"shardings of the pipeline of {flow.function!r}", fix=_LAYOUTS)
+        fix = _WHOLE_AXES if any("by parts of an axis" in text for text in problems) else _LAYOUTS
+        refuse(list(dict.fromkeys(problems)), where=f"shardings of the pipeline of {flow.function!r}", fix=fix)
     return found
 
 

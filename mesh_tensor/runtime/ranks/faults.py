@@ -20,7 +20,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.version import __version__
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import Step
-from mesh_tensor.targets.cpu import gelu
+from mesh_tensor.targets.cpu import attention, gelu
 
 from .calls import Calls, begin_alike, indented
 from .lane import AGREEMENT, Lane
@@ -42,7 +42,10 @@ _ALIKE = (
 )
 _GRACE = 3.0  # seconds to wait for the others' words
 _PAUSE = 0.02
-_GELU = "gelu_tanh"
+_COMPILED = {
+    "gelu": ("gelu_tanh", gelu.how),
+    "attention": ("nn.attention", attention.how),
+}  # by torch where they aren't
 _MOST = 8  # differences that a message tells of
 
 
@@ -166,7 +169,9 @@ def program_facts(program: Program, target: str, overlap: str | int) -> dict[str
 
 def ways_of(ops: Iterable[str]) -> dict[str, str]:
     """What of a process decides how it computes these operators, as program_facts has it."""
-    return {"version of mesh_tensor": __version__, **({"gelu": gelu.how()} if any(_GELU in op for op in ops) else {})}
+    texts = list(ops)
+    there = {topic: how for topic, (name, how) in _COMPILED.items() if any(name in text for text in texts)}
+    return {"version of mesh_tensor": __version__, **{topic: how() for topic, how in there.items()}}
 
 
 def agree(ranks: Ranks, faults: Faults, facts: Mapping[str, str], refusal: str = "", fix: str = "") -> None:

@@ -34,7 +34,7 @@ from .table import NEW_IF, Function, same_for_all, torch_op
 Tensor = torch.Tensor
 Linear = Callable[..., Tensor]  # of (..., summed), (columns, summed) and, if there is one, a bias of (columns,)
 
-_LEAST = 1 << 26  # multiplications: below that, what it takes to turn matrices into its own form weighs more
+_LEAST = 1 << 24  # multiplications: below that, what it takes to turn matrices into its own form weighs more
 _LEAST_ROWS, _LEAST_SUMMED = 8, 64  # for fewer, oneDNN would copy more than it computes
 
 

@@ -9,6 +9,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 
+from ..cpu import attention as own
 from ..dtypes import torch_dtype, wide
 from .table import Function, torch_op
 
@@ -164,6 +165,8 @@ def _attention(call: OpCall) -> Function:
         if mask is not None and not causal:
             hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask.to(q.device), -torch.inf)
             bias = hidden if bias is None else bias + hidden
+        if causal and own.takes(q, k, v):
+            return own.causal_attention(q, k, v, scale)[0]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         made = F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=scale, enable_gqa=shared)
         return made.transpose(1, 2)

@@ -15,6 +15,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.vjp import VJP, Vjp, vjp_of
 
+from ..cpu import attention as own
 from ..cpu.gelu import gelu_tanh_backward
 from ..dtypes import torch_dtype, wide
 from .conv import conv_gradient
@@ -297,6 +298,10 @@ def _attention(call: OpCall, wanted: Sequence[int], other: Recorded) -> Recorded
         return None
 
     def forward(*given: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        q, k, v = given
+        if causal and own.takes(q, k, v):
+            y, sums = own.causal_attention(q, k, v, scale)
+            return (y,), (y.transpose(1, 2), sums)  # as torch's keeps them
         q, k, v = (tensor.transpose(1, 2) for tensor in given)
         if q.device.type != "cpu" or torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale) != _FLASH:
             return other.forward(*given)
@@ -307,9 +312,13 @@ def _attention(call: OpCall, wanted: Sequence[int], other: Recorded) -> Recorded
         *given, kept = tensors
         if not isinstance(kept[0], Tensor):
             return other.backward(*tensors)
+        (q, k, v, seed), (y, sums) = given, kept
+        if causal and own.takes(q, k, v):
+            made = own.causal_attention_backward(seed, q, k, v, y.transpose(1, 2), sums, scale)
+            return tuple([made[number] for number in wanted])
         q, k, v, seed = (tensor.transpose(1, 2) for tensor in given)
         made = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            seed, q, k, v, *kept, 0.0, causal, scale=scale
+            seed, q, k, v, y, sums, 0.0, causal, scale=scale
         )
         return tuple([made[number].transpose(1, 2) for number in wanted])
 

@@ -116,6 +116,46 @@ def computes_otherwise(rank: int) -> str:
     return text
 
 
+class Weighs(torch.nn.Module):
+    """A mean of two layers' rows by weights that may be negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """(rows, 6), (rows,) -> a number."""
+        return (self.second(torch.tanh(self.first(x))).mean(1) * weights).sum() / weights.sum()
+
+
+def weights_that_cancel(rank: int) -> str:
+    """What all ranks are told, and go on."""
+    torch.manual_seed(0)
+    model, x, weights = Weighs(), torch.randn(12, 6), torch.rand(12)
+    module = mt.from_torch(torch.export.export(model, (x[:3], weights[:3])))
+    run = mt.pipeline(module, TOPOLOGY, ["first"], microbatches=4, train=True, ranks=True)
+    text = refusal(lambda: run(x, torch.arange(12) - 5.5))
+    assert "there are no gradients" in refusal(run.gradients)
+    torch.testing.assert_close(run(x, weights), model(x, weights).detach())
+    return text
+
+
+def traced(rank: int) -> tuple[list[str], list[tuple[int, int, int]]]:
+    """The actions by mesh in the order of their times, and how many there are per thread of the trace, which is the
+    same on all ranks."""
+    torch.manual_seed(0)
+    module = mt.from_torch(torch.export.export(Step(), batch(3)))
+    run = mt.pipeline(module, TOPOLOGY, ["first"], microbatches=4, train=True, ranks=True)
+    assert "no times of a call" in refusal(run.trace)
+    run(*batch(12))
+    times, bars = run.timeline(), [event for event in run.trace()["traceEvents"] if event["ph"] == "X"]
+    ends = [end for row in times.rows for event in row for end in (event.start, event.end)]
+    assert 0 <= min(ends) < max(ends) == times.makespan  # a mesh's second rank may have begun first
+    places = sorted({(bar["pid"], bar["tid"]) for bar in bars})
+    actions = [" ".join(str(event.action) for event in row) for row in times.rows]
+    return actions, [(*place, sum((b["pid"], b["tid"]) == place for b in bars)) for place in places]
+
+
 class Shows(torch.nn.Module):
     """Two layers; gives a loss, the second one's weight, and the rows that come in, all of them as views."""
 
@@ -156,4 +196,6 @@ def on_three(rank: int) -> dict[str, Any]:
         "rule raises": rule_raises_on_one_rank(rank),
         "computes otherwise": computes_otherwise(rank),
         "calls differ": calls_differ(rank),
+        "weights cancel": weights_that_cancel(rank),
+        "traced": traced(rank),
     }

@@ -74,11 +74,11 @@ class Attends(torch.nn.Module):
         self.projs = torch.nn.ModuleList(torch.nn.Linear(8, 24) for _ in range(2))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """(rows, 6, 8) twice -> a number."""
+        """(rows, 20, 8) twice -> a number."""
         for norm, proj in zip(self.norms, self.projs, strict=True):
-            q, k, v = proj(norm(x)).view(-1, 6, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+            q, k, v = proj(norm(x)).view(-1, 20, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
             z = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + z.transpose(1, 2).reshape(-1, 6, 8)
+            x = x + z.transpose(1, 2).reshape(-1, 20, 8)
         return torch.nn.functional.mse_loss(x, y)
 
 
@@ -87,9 +87,9 @@ def keeps(rank: int) -> dict[str, list[str]]:
     from mesh_tensor.api.pipeline.carriers import RankCarrier
 
     torch.manual_seed(0)
-    example = torch.randn(2, 6, 8), torch.randn(2, 6, 8)
+    example = torch.randn(2, 20, 8), torch.randn(2, 20, 8)
     module = mt.from_torch(torch.export.export(Attends(), example))
-    inputs, found, call = (torch.randn(8, 6, 8), torch.randn(8, 6, 8)), {}, RankCarrier.run
+    inputs, found, call = (torch.randn(8, 20, 8), torch.randn(8, 20, 8)), {}, RankCarrier.run
     for schedule in ("1f1b", "zb-h1"):
         virtual, run = (
             mt.pipeline(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import mesh_tensor as mt
 from mesh_tensor.api import fragments
@@ -96,3 +97,46 @@ def test_other_sizes_lie_as_the_first(module):
         weights = set(here.stage.params) - set(here.inputs)
         assert weights
         assert all(here.layouts[name] == there.layouts[name] for name in weights)
+
+
+class Grouped(nn.Module):
+    """Attention of eight heads, of which two each share a head of keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv, self.o = (nn.Linear(16, size, bias=False) for size in (16, 8, 16))
+
+    def forward(self, x):
+        """(rows, positions, 16) -> the same."""
+        q, kv = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.q, self.kv))
+        return x + self.o(F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+class Pair(nn.Module):
+    """Two of them, and a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Grouped(), Grouped()
+
+    def forward(self, x, y):
+        return F.mse_loss(self.b(self.a(x)), y)
+
+
+def test_more_devices_than_key_heads():
+    """Of a mesh with an axis for the heads of keys and one for those that share them, nothing is gathered."""
+    torch.manual_seed(0)
+    model, (x, y) = Pair(), torch.randn(2, 8, 4, 16)
+    module = mt.from_torch(torch.export.export(model, (x[:2], y[:2].clone())))
+    heads = {"*.q.weight": {("keys", "shared"): 0}, "*.o.weight": {("keys", "shared"): 1}}
+    topology = {f"m{number}": {"keys": 4, "shared": 2} for number in range(2)}
+    run = mt.pipeline(module, topology, ["a"], {**heads, "*.kv.weight": {"keys": 0}}, microbatches=4, train=True)
+    kinds = [step.kind for here in run.fragments for f in here.fragments.values() for step in f.module.program.steps
+             if hasattr(step, "kind")]  # fmt: skip
+    assert set(kinds) == {"all_reduce"}
+    loss = model(x, y)
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(run(x, y), loss.detach())
+    got = run.gradients()
+    for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(got[module.names[name]], gradient)

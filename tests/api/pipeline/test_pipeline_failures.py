@@ -78,6 +78,10 @@ def test_stages_that_can_not_be(module, stages, facts):
         ({"shardings": {"head.wieght": {"d": 0}}}, ["there is no value 'head.wieght'"]),
         ({"shardings": {"head.weight": {"e": 0}}}, ["unknown mesh axis 'e'"]),
         ({"shardings": 3}, ["the shardings are 3"]),
+        (
+            {"shardings": {"head.weight": {"d:(1)2": 0}}},
+            ["'head.weight' is laid out by parts of an axis of mesh 'm1'", "as axes of its own"],
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(module, options, facts):

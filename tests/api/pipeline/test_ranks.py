@@ -118,3 +118,15 @@ def test_calls_that_differ_between_ranks(on_three):
 def test_ranks_of_several_meshes_that_would_compute_otherwise(on_three):
     for text in [each["computes otherwise"] for each in on_three]:
         assert "gelu differ between ranks: ranks 0, 1: compiled; rank 2: torch's" in text
+
+
+def test_what_is_divided_by_a_total_of_0_is_refused_on_all_ranks(on_three):
+    for each in on_three:
+        assert "of the batch is 0, by which it is divided" in each["weights cancel"]
+
+
+def test_times_of_a_call_are_known_to_all_ranks(on_three):
+    for actions, bars in [each["traced"] for each in on_three]:
+        assert actions == ["0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]
+        assert [bar[:2] for bar in bars] == [(0, 0), (0, 1), (1, 0)]
+        assert all(count in (8, 9) for *_, count in bars)  # and reductions

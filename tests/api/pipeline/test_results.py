@@ -92,6 +92,36 @@ def test_without_training():
     torch.testing.assert_close(run(x, y), model(x, y))
 
 
+def test_microbatches_without_a_label_that_counts():
+    """All of one microbatch, of all but one label, and of all, where torch has no loss, and gradients of 0."""
+    model = Classifier(F.cross_entropy)
+    module, run = pipeline(model, 4)
+    x, y = torch.randn(12, 6), torch.randint(5, (12,))
+    for left in (range(4, 8), range(11), range(12)):
+        labels = y.clone()
+        labels[list(left)] = -100
+        loss = model(x, labels)
+        wanted = torch.autograd.grad(loss, list(model.parameters()))
+        torch.testing.assert_close(run(x, labels), loss.detach(), equal_nan=True)
+        got = run.gradients()
+        for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
+            torch.testing.assert_close(got[module.names[name]], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_what_is_divided_by_a_total_of_0_is_refused(train):
+    model = Classifier(lambda z, y: (z.mean(1) * (y - 2)).sum() / (y - 2).sum())
+    module, run = pipeline(model, 4, train=train)
+    x, cancels = torch.randn(12, 6), torch.tensor([0, 4, 1, 3] * 3)
+    assert model(x, cancels).isinf()
+    message = refusal(run, x, cancels)
+    assert "microbatches don't make the result" in message
+    assert "of the batch is 0, by which it is divided" in message
+    if train:
+        assert "there are no gradients" in refusal(run.gradients)
+        check(model, module, run, *batch((4, 4, 4)))
+
+
 def refused(loss, **options):
     return refusal(pipeline, Classifier(loss, options.pop("norm", False)), 4, **options)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from mesh_tensor.base.errors import MeshTensorError
 from mesh_tensor.targets.cpu import gelu as ours
 from mesh_tensor.targets.cpu.gelu import gelu_tanh, gelu_tanh_backward
 
@@ -60,13 +59,3 @@ def test_what_is_not_plain_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ours, "_library", lambda: None)
     assert ours.how() == "torch's"
     assert torch.equal(gelu_tanh(x.detach()), gelu(x.detach(), approximate="tanh"))
-
-
-def test_without_a_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise MeshTensorError("no C++ compiler was found")
-
-    monkeypatch.setattr(ours, "find_library", lambda *_: None)
-    monkeypatch.setattr(ours, "add_library", fails)
-    monkeypatch.setattr(ours, "build_once", fails)
-    assert ours._library.__wrapped__() is None
