@@ -75,7 +75,7 @@ def from_transformers(model: Any, batch: int, length: int, *, check: bool = True
         except Exception as error:  # whatever the model's own code raises while it is recorded
             refuse(
                 f"torch.export can't record this {type(model).__name__} with a cache of {length} positions",
-                why=str(error),
+                why=str(error).partition("\n\n")[0],  # then where in torch, which the traceback has, too
                 fix="write a module that keeps its keys and values in buffers, and export it yourself",
             )
         return from_torch(program, check=check)
