@@ -31,8 +31,9 @@ from .base.topology import Topology
 from .base.version import __version__
 from .importers import ImportedModule, load_module, save_module
 from .importers.onnx_import import from_onnx
-from .importers.torch_frontend import from_torch, from_transformers
+from .importers.torch_frontend import from_torch
 from .importers.torch_ranks import from_torch_rank
+from .importers.transformers_models import from_transformers
 from .importers.weight_files import open_weights
 from .lowering import lower
 from .pipelining.schedule import Schedule

@@ -62,7 +62,7 @@ class Decoder(nn.Module):
 def export(model: Llama, config: Config) -> torch.export.ExportedProgram:
     """The decoder, recorded for any number of ids."""
     size = min(5, config.positions)
-    ids = torch.zeros((config.batch, size), dtype=torch.long)
+    ids = (torch.arange(config.batch * size) % config.vocabulary).view(config.batch, size)
     mask = torch.ones((config.batch, config.positions), dtype=torch.long)
     some = {1: torch.export.Dim.DYNAMIC}
     inputs = (ids, mask, torch.arange(size).expand(config.batch, -1), torch.tensor(0))

@@ -241,7 +241,7 @@ class ModuleCalls(OnRanks):
             checked, weights = self._looked_up  # what is held stays the same
             is_known = checked is plan and weights is self._weights
             tensors = passed if is_known else {**self._held, **passed}
-            refuse_outside(plan.index_checks, tensors, self._function)
+            refuse_outside(plan.index_checks, tensors, self._function, self._signature.places)
             self._looked_up = plan, self._weights
         return passed, sizes
 

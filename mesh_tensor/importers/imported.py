@@ -92,6 +92,7 @@ def refuse_differences(
     fix: str,
     computed_in: Iterable[torch.dtype] = (),
     exact: Callable[[], Sequence[torch.Tensor]] = tuple,
+    why: str = "TVM's importer reads some operator in it differently",
 ) -> None:
     """Refuse results (a tensor or a tuple of them) that are not those that `origin` ("torch") gave. `computed_in`: what
     values they are made of have for dtypes. `exact`: what `origin` gives in float64, if that is known: results that
@@ -114,7 +115,7 @@ def refuse_differences(
         refuse(
             problems,
             where=where,
-            why="TVM's importer reads some operator in it differently",
+            why=why,
             fix=f"{fix}; `check=False` leaves this check out",
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from mesh_tensor.base.errors import listing, refuse, shown
+from mesh_tensor.base.errors import refuse
 from mesh_tensor.runtime.sequential import run_sequential
 from mesh_tensor.targets.dtypes import as_floats
 
@@ -94,105 +93,3 @@ def _unwritten(program: torch.export.ExportedProgram, module: ImportedModule) ->
     finally:
         for name, value in kept.items():
             module.params[name].copy_(value)
-
-
-_POSITIONS = 5  # of the prompt that the model is recorded with
-
-
-class Decoder(torch.nn.Module):
-    """A causal language model and its keys and values, of which calls write those at `start` and after."""
-
-    def __init__(self, model: Any, batch: int, length: int) -> None:
-        super().__init__()
-        self.model = model
-        self._cache = _cache(model, batch, length)
-        self._known = set(inspect.signature(model.forward).parameters)
-        for number, layer in enumerate(self._cache.layers):
-            self.register_buffer(f"keys_{number}", layer.keys, persistent=False)
-            self.register_buffer(f"values_{number}", layer.values, persistent=False)
-
-    def forward(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, start: torch.Tensor
-    ) -> torch.Tensor:
-        """Logits (batch, vocabulary) after the last of `ids` (batch, n), which are written from column `start` on.
-        `mask` (batch, length): the columns that hold tokens; `positions` (batch, n): where in its row each id is."""
-        for number, layer in enumerate(self._cache.layers):
-            layer.keys, layer.values = getattr(self, f"keys_{number}"), getattr(self, f"values_{number}")
-            layer.cumulative_length = start.clone()  # which the layer adds to
-        given = {"position_ids": positions, "logits_to_keep": 1}
-        given = {name: value for name, value in given.items() if name in self._known}
-        made = self.model(input_ids=ids, attention_mask=mask, past_key_values=self._cache, use_cache=True, **given)
-        return made.logits[:, -1]
-
-
-def from_transformers(model: Any, batch: int, length: int, *, check: bool = True) -> ImportedModule:
-    """The Relax module of a causal language model of transformers, for `generate`: it takes ids (batch, n) of any n,
-    and keeps the keys and values of all layers, `keys_0`, `values_0`, ..., each (batch, key heads, length, size).
-
-    Args:
-        model: what `AutoModelForCausalLM` and its like give, in eval mode. Weights have its names, after `model.`.
-        batch: how many sequences there are.
-        length: how many positions the cache has, for prompt and new tokens.
-        check: as in `from_torch`.
-
-    Raises:
-        MeshTensorError: a model whose layers keep something else than keys and values, or one that torch or
-            `from_torch` can't take in.
-    """
-    if not (hasattr(model, "config") and hasattr(model, "generate")):
-        refuse(f"a {type(model).__name__} is no causal language model of transformers", fix="use from_torch")
-    if model.training:
-        refuse("the model is in training mode, where dropout is random", fix="call model.eval() first")
-    if batch < 1 or length < 1:
-        refuse(f"a batch of {shown(batch)}, a length of {shown(length)}", fix="give both as positive numbers")
-    prompt = min(_POSITIONS, length)
-    positions = torch.arange(prompt).expand(batch, -1).contiguous()
-    mask = (torch.arange(length) < prompt).long().expand(batch, -1).contiguous()
-    inputs = (torch.zeros_like(positions), mask, positions, torch.tensor(0))
-    any_size = {1: torch.export.Dim.DYNAMIC}
-    with torch.no_grad():
-        decoder = Decoder(model, batch, length).eval()
-        try:
-            program = torch.export.export(decoder, inputs, dynamic_shapes=(any_size, None, any_size, None))
-        except Exception as error:  # whatever the model's own code raises while it is recorded
-            refuse(
-                f"torch.export can't record this {type(model).__name__} with a cache of {length} positions",
-                why=str(error),
-                fix="write a module that keeps its keys and values in buffers, and export it yourself",
-            )
-        return from_torch(program, check=check)
-
-
-def _cache(model: Any, batch: int, length: int) -> Any:
-    """A cache of transformers' of that length, of keys and values for every layer."""
-    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
-
-    config = model.config.get_text_config()
-    try:
-        cache = StaticCache(config=config, max_cache_len=length)
-    except Exception as error:  # transformers' own, of a configuration without attention
-        refuse(f"transformers has no static cache for a {type(model).__name__}", why=str(error), fix=_OTHER)
-    # Windows are in the masks: what lies outside is kept, and not looked at.
-    layers = [StaticLayer(length) if type(x) is StaticSlidingWindowLayer else x for x in cache.layers]
-    if other := [type(layer).__name__ for layer in layers if type(layer) is not StaticLayer]:
-        kinds = listing(list(dict.fromkeys(other)))
-        refuse(f"layers of the {type(model).__name__} keep something else than keys and values: {kinds}", fix=_OTHER)
-    cache.layers = layers
-    try:  # which heads a layer keeps, and how large they are, its own first call says
-        ids = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
-        with torch.no_grad():
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
-    except Exception as error:  # whatever the model's own code raises
-        refuse(f"the {type(model).__name__} can't fill a static cache", why=str(error), fix=_OTHER)
-    known = [layer for layer in layers if layer.is_initialized]
-    if not known:
-        refuse(f"the {type(model).__name__} puts nothing into a static cache", fix=_OTHER)
-    for layer in layers:
-        if not layer.is_initialized:  # it looks at another one's
-            layer.lazy_initialization(known[0].keys, known[0].values)
-        layer.keys.zero_()
-        layer.values.zero_()
-    return cache
-
-
-_OTHER = "pass all tokens at every call: export the model with use_cache=False, and use from_torch"

@@ -29,7 +29,7 @@ from tvm import ir
 from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.targets.dtypes import as_floats
 
-from .imported import JOINT, is_joint
+from .imported import JOINT
 from .torch_exact import interpreted
 
 CONSTANTS = {InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
@@ -292,9 +292,8 @@ def _reads_number(node: torch.fx.Node) -> bool:
 
 
 def results_of(program: torch.export.ExportedProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What torch computes for these arguments, in the order of the program; buffers that it writes are written."""
-    if not is_joint(program):
-        return pytree.tree_leaves(program.module()(*args, **kwargs))
+    """What torch computes for these arguments, in the order of the program; buffers that it writes are written.
+    (`program.module()` would make modules of the program first, which takes longer than small models do.)"""
     values = {**program.state_dict, **program.constants}
     made, written = interpreted(program, values, pytree.tree_leaves((args, kwargs))), written_buffers(program)
     for buffer, new in zip(written, made, strict=False):

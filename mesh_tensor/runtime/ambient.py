@@ -171,7 +171,8 @@ _NO_GRAD = "pass its .detach(), or call under torch.no_grad(): results have no g
 def why_not_plain(tensor: torch.Tensor) -> tuple[str, str] | None:
     """Why no kernel can work on the tensor, and the way out; None if one can."""
     if type(tensor) in _KINDS and _keys(tensor) == _DENSE:  # at once, as every call asks of all its tensors
-        found = _FREED if is_freed(tensor) else None
+        end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        found = _FREED if end > tensor.untyped_storage().nbytes() and is_freed(tensor) else None
     else:
         found = _why_not_seen(tensor)
     if found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,8 +204,14 @@ def _is_same(one: Any, other: Any) -> bool:
     return not is_freed(one) and not is_freed(other) and torch.equal(one, other)
 
 
-def refuse_outside(checks: Iterable[IndexCheck], tensors: Mapping[str, Any], function: str) -> None:
-    """Refuse whole tensors on a CPU with elements that are looked up in vain; all of them are named."""
+def refuse_outside(
+    checks: Iterable[IndexCheck],
+    tensors: Mapping[str, Any],
+    function: str,
+    layers: Callable[[], Mapping[str, str]] = dict,
+) -> None:
+    """Refuse whole tensors on a CPU with elements that are looked up in vain; all of them are named. `layers`: from the
+    function's values to what they are the results of, where the module comes from."""
     problems = []
     for check in checks:
         tensor = tensors.get(check.parameter)
@@ -214,8 +220,11 @@ def refuse_outside(checks: Iterable[IndexCheck], tensors: Mapping[str, Any], fun
                 tensor = tensor.masked_fill(tensor == check.ignored, 0)
             low, high = (int(bound) for bound in torch.aminmax(tensor))
             if low < check.lowest or high >= check.size:
+                own, _, value = check.where.partition(".")
+                layer = layers().get(value) if own == function else None
                 problems.append(
-                    f"parameter {check.parameter!r} has elements from {low} to {high}, but {check.where} looks them up "
+                    f"parameter {check.parameter!r} has elements from {low} to {high}, but "
+                    f"{check.where if layer is None else repr(layer)} looks them up "
                     f"in a dim that takes {check.lowest} to {check.size - 1}"
                 )
     if problems:

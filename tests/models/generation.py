@@ -92,6 +92,43 @@ DECODERS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, int]]]] = {
     "smollm3": ("SmolLM3", _SMALL, _GATED),
     "stablelm": ("StableLm", {**_SMALL, "num_key_value_heads": 4}, _GATED),
 }
+_OTHERS = {"max_position_embeddings": 64, "init_std": 0.6, **_TOKENS}
+_ROTARY = {**_GPT2, "rotary_dim": 4}
+#: Of these, caches alone are laid out.
+DECODERS |= {
+    **{name: (kind, _SMALL, _CACHES) for name, kind in (("bitnet", "BitNet"), ("biogpt", "BioGpt"))},
+    **{name: (name.capitalize(), _SMALL, _CACHES) for name in ("cohere", "olmo")},
+    **{
+        name: (name.capitalize(), {**_SMALL, "head_dim": 8}, _CACHES)
+        for name in ("apertus", "glm", "helium", "nemotron")
+    },
+    "bloom": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.6, **_TOKENS}, _CACHES),
+    "codegen": ("CodeGen", _ROTARY, _CACHES),
+    "deepseek_v2": ("DeepseekV2", {**_LATENT, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}, _CACHES),
+    "gemma3": ("Gemma3Text", {**_SMALL, "head_dim": 8, "sliding_window": 5}, _CACHES),
+    "gptj": ("GPTJ", _ROTARY, _CACHES),
+    "granitemoe": ("GraniteMoe", {**_SMALL, "num_local_experts": 4}, _CACHES),
+    "hunyuan": ("HunYuanDenseV1", {**_SMALL, "head_dim": 8}, _CACHES),
+    "olmo3": ("Olmo3", {**_SMALL, "sliding_window": 5}, _CACHES),
+    "olmoe": ("Olmoe", {**_SMALL, **_FEW, "num_experts": 4}, _CACHES),
+    "opt": (
+        "OPT",
+        {
+            **_OTHERS,
+            "hidden_size": 32,
+            "word_embed_proj_dim": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "ffn_dim": 64,
+        },
+        _CACHES,
+    ),
+    "persimmon": ("Persimmon", {**_SMALL, "num_key_value_heads": 4}, _CACHES),
+    "phimoe": ("Phimoe", {**_SMALL, "num_local_experts": 4}, _CACHES),
+    "qwen2_moe": ("Qwen2Moe", {**_ROUTED, "shared_expert_intermediate_size": 32}, _CACHES),
+    "seed_oss": ("SeedOss", {**_SMALL, "head_dim": 8}, _CACHES),
+    "xglm": ("XGLM", {**_OTHERS, "d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}, _CACHES),
+}
 _MESHES = ({"x": 2}, {"x": 3}, {"x": 2, "y": 2})
 _NEW = 12
 
