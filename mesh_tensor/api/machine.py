@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch.backends import mkldnn
 from tvm import ir
@@ -50,6 +51,7 @@ _NEAR, _FAR, _ROWS = 192, 896, 512  # sides of kernels' matrices: the nearest me
 _BESIDE = 1 << 20  # numbers that are read and written between blocks: more than caches of a core hold
 _ROUNDS, _ROUND = 3, 0.02  # how often chains are gone through, and seconds of each
 _CHANNELS = {"AVX512": 16}  # in a block of oneDNN's layouts, by what vectors there are
+_FAST = 1e9  # a share of the rates at which what is copied takes nothing
 _LONGER = 8  # how much longer models are run
 
 
@@ -85,7 +87,7 @@ def _measured(end: float) -> Machine:
     made_until = end - 0.4 * (end - time.monotonic())
     for probe in PROBES:
         if time.monotonic() < made_until:
-            chains[probe.name] = {side: Chain(probe, side).run(_ROUND) for side in SIDES}
+            chains[probe.name] = {side: Chain(probe, side).run(_ROUND) for side in probe.sides}
     needed: tuple[Chain | _Changes | _Model, ...] = (small, *memory.values(), *rates.values(), *products.values())
     needed = (*needed, *moved, *models.values())
     for number in range(_ROUNDS):
@@ -191,6 +193,7 @@ def _apart(machine: Machine) -> float:
 
 def _in_actions(machine: Machine) -> Machine:
     """What a small model's training takes as a pipeline beside what its fragments and transfers do, per action."""
+    machine = replace(machine, value=_value())
     mod, weights = perceptrons(8, 32, 8)
     meshes = {"first": {"x": 1}, "second": {"x": 1}}
     run = pipeline(mod, meshes, 2, microbatches=4, train=True, reduction="sum", weights=weights, target="c")
@@ -198,6 +201,15 @@ def _in_actions(machine: Machine) -> Machine:
     actions = sum(map(len, run.schedule.rows))
     made = simulate_pipeline(run, replace(machine, processors=1), Simulation).time
     return replace(machine, action=max(0.0, took - made) / actions)
+
+
+def _value() -> float:
+    """What it takes to hand on a value as it lies on a mesh: that of many results more than that of one."""
+    taken, took = distribute(torch.rand(16, 16), Mesh({"x": 1}), {}), [math.inf, math.inf]
+    runs = [distribute_module(activations(16, 16, 32, count), {"x": 1}, target="c") for count in (1, 32)]
+    for _ in range(_ROUNDS):
+        took = [min(before, least(partial(run, taken))) for before, run in zip(took, runs, strict=True)]
+    return max(0.0, took[1] - took[0]) / 31
 
 
 def _memory(chains: Mapping[int, Chain], launch: float) -> tuple[Memory, ...]:
@@ -247,7 +259,7 @@ def blocks_class(near: tuple[float, float, float], far: tuple[float, float, floa
 def _class(probe: Probe, chains: Mapping[str, Mapping[int, Chain]], machine: Machine) -> Roofline:
     """What a call takes beside its work, and what share of the rates that reaches: of the memory's, or, where that
     tells less of how it grows, of the operations', of which there is one per element."""
-    by_flops, by_bytes = [], []
+    by_flops, by_bytes, copies = [], [], []
     for side, chain in chains[probe.name].items():
         beside = sum(chains[other][side].step for other in probe.beside)
         if probe.reduced:
@@ -258,6 +270,10 @@ def _class(probe: Probe, chains: Mapping[str, Mapping[int, Chain]], machine: Mac
         elements = max(math.prod(shape) for shape in shapes) * probe.times
         by_bytes.append((nbytes / machine.memory_rate(nbytes), step))
         by_flops.append(((probe.flops(side) if probe.flops else elements) / machine.peak("float32"), step))
+        copied = probe.copied(side) if probe.copied else 0
+        copies.append(copied / machine.memory_rate(copied))
+    if probe.copied:
+        return _beside_copies(by_flops, copies, machine.launch)
     (start, flops, off), (other, memory, worse) = (_fitted(rows, machine.launch) for rows in (by_flops, by_bytes))
     if probe.flops or (memory < 1 and off < worse):
         return Roofline(start, flops=flops)
@@ -279,6 +295,24 @@ def _fitted(rows: Sequence[tuple[float, float]], launch: float) -> tuple[float, 
     if slope <= 0:  # all of it is the launch
         slope = 1.0
     return start, 1 / slope, sum(((launch + start + slope * work) / step - 1) ** 2 for work, step in rows)
+
+
+def _beside_copies(rows: Sequence[tuple[float, float]], copies: Sequence[float], launch: float) -> Roofline:
+    """The class of rows of seconds, as `_fitted` has them, beside what copies take at the machine's rate, which nothing
+    hides."""
+    steps = np.array([step for _, step in rows])
+    terms = np.array([(work, copy, 1.0) for (work, _), copy in zip(rows, copies, strict=True)]) / steps[:, None]
+    used, found = [0, 1, 2], np.zeros(3)
+    while True:
+        found[used] = np.linalg.lstsq(terms[:, used], 1 - launch / steps, rcond=None)[0]
+        below = [term for term in used if found[term] <= 0]
+        if not below or len(used) == 1:
+            break
+        dropped = max(below) or used[-1]
+        used.remove(dropped)
+        found[dropped] = 0.0
+    computing, copying, start = map(float, found)
+    return Roofline(start, flops=1 / computing, again=1 / max(1 / _FAST, copying))
 
 
 def _terms(work: float, one: float, took: float) -> tuple[tuple[float, float], ...]:

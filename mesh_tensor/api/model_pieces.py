@@ -22,10 +22,12 @@ from mesh_tensor.pipelining.fragments import trained_values
 from mesh_tensor.pipelining.stages import Stage, cut
 from mesh_tensor.plan.manual import NO_AXES, manual_mesh
 from mesh_tensor.program.plan_module import PlanOptions
+from mesh_tensor.program.verify import peak_bytes
 from mesh_tensor.runtime.module_inputs import ModuleSignature, bound
 from mesh_tensor.searching.choices import DATA, MODEL, Choice
 from mesh_tensor.searching.pieces import Model, Piece, mixed
 from mesh_tensor.simulation import Simulation
+from mesh_tensor.simulation.costs import working_bytes
 from mesh_tensor.simulation.pipelines import after_handing_on
 from mesh_tensor.simulation.stages import held_for_backward, tile_bytes, weights_of
 
@@ -263,7 +265,8 @@ class ModelPieces:
     def _measured(self, here: StageFragments, made: Mapping[str, Simulation]) -> Piece:
         trained = [name for name in weights_of(here) if name in self.weights]
         nbytes, held = tile_bytes(here, weights_of(here)), held_for_backward(here)
-        kept = int(held.forward)
+        kept, alone = int(held.forward), self.machine.processors is None
+        programs = [here.fragments[kind].module.in_memory(alone) for kind in made]
         return Piece(
             forward=made["F"].time,
             backward=made["B"].time if "B" in made else 0.0,
@@ -273,7 +276,7 @@ class ModelPieces:
             kept=kept,
             taken=tile_bytes(here, (*here.inputs, *here.stage.takes)),
             received=_whole_bytes(here, here.stage.takes) // here.mesh.num_devices,
-            working=max(0, max(each.peak_bytes for each in made.values()) - nbytes - kept),
+            working=max(0, max(peak_bytes(each, working_bytes(self.machine)) for each in programs) - nbytes - kept),
             inputs=made["I"].time if "I" in made else 0.0,
             own=made["W"].time if "W" in made else 0.0,
             halfway=int(held.weight or 0) if {"I", "W"} <= made.keys() else 0,

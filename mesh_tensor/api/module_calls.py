@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -18,7 +19,8 @@ from mesh_tensor.base.recent import MODULE_SIZES, Recent, uncollected
 from mesh_tensor.importers.constants import Constants
 from mesh_tensor.importers.imported import CallForm
 from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
-from mesh_tensor.program.steps import Step
+from mesh_tensor.program.program import Program
+from mesh_tensor.program.steps import FreeStep, Step
 from mesh_tensor.runtime.ambient import Computing, undisturbed
 from mesh_tensor.runtime.backend import Leave
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
@@ -30,6 +32,7 @@ from mesh_tensor.runtime.ranks.redistribution import Part
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor
 from mesh_tensor.targets.kernels import find_target
 from mesh_tensor.targets.op_steps import Records
+from mesh_tensor.targets.totals import can_be_totals
 
 from .module_launch import ModuleLaunch, state_of
 from .module_plans import ModulePlans
@@ -139,6 +142,23 @@ class ModuleCalls(OnRanks):
         end, and what it runs then."""
         ways = {"ends": self._ends, "totals": self._totals, "handed_on": self._handed_on}
         return around_handing_on(self.plan, self._carried, **ways)
+
+    def in_memory(self, forgets: bool) -> Program:
+        """The program as far as memory goes, of a call with totals for all results that may be added to some, which
+        have no memory of their own. `forgets`: parameters that `call_parts` forgets end with their last use."""
+        made = self.plan.made
+        program, inputs = made.program, [made.inputs[number] for number in self._ends] if forgets else []
+        names = can_be_totals(program, made.result)
+        added = [names[name] for number in self._totals if (name := made.result[number]) in names]
+        none = {name: replace(program.values[name], shape=(0,) * len(program.values[name].shape)) for name in added}
+        ended = {program.values[name].storage for name in inputs} - program.outputs
+        steps = list[Step]()
+        for step in reversed(program.steps):
+            used = dict.fromkeys(program.values[name].storage for name in step.uses)
+            steps += [FreeStep(storage) for storage in used if storage in ended]
+            ended -= used.keys()
+            steps.append(step)
+        return replace(program, steps=tuple(reversed(steps)), values={**program.values, **none})
 
     def call_parts(
         self,

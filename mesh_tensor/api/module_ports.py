@@ -87,6 +87,8 @@ class ModulePort(Port):
         """A tensor of the caller's as the program takes it."""
         if isinstance(tensor, torch.Tensor):
             return self.arranged(tensor)
+        if self._is_same(tensor):
+            return tensor
         mesh = self._mesh if self.parts is None else self.parts.base
         if tensor.sharding.mesh != mesh:
             refuse(
@@ -116,6 +118,8 @@ class ModulePort(Port):
         dims is gathered where that is so."""
         if isinstance(result, torch.Tensor):
             return self.restored(result)
+        if self._is_same(result):
+            return result
         if self.order is not None:
             return distribute(self.restored(result.full()), self.named.mesh, self.named)
         return _relabel(result.redistribute(self.nameable), self.shape, self.named)
@@ -125,6 +129,14 @@ class ModulePort(Port):
         if not laid:
             return self.restored(value.full() if isinstance(value, MeshTensor) else value)
         return self.merge(self.spread(value) if isinstance(value, torch.Tensor) else value)
+
+    def _is_same(self, tensor: MeshTensor) -> bool:
+        """Whether a tensor in the program's layout is what the caller knows, as it is."""
+        return self._is_as_known and tensor.shape == self.shape and tensor.sharding == self.sharding
+
+    @cached_property
+    def _is_as_known(self) -> bool:
+        return self.parts is None and self.refined == self.shape and self.plain == self.sharding
 
     def rows(self, places: torch.Tensor) -> list[torch.Tensor] | None:
         """Per device the rows of its part that take the place of those it has, where each row of the whole becomes what

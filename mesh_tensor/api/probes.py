@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -23,6 +23,7 @@ Shapes = Sequence[tuple[int, ...]]
 Emit = Callable[..., relax.Expr]
 
 _SHORT, _LONG = 2, 10  # steps of a chain
+SIDES = (16, 128, 512)  # 1 KiB, 64 KiB and 1 MiB of float32
 _ops = relax.op
 
 
@@ -36,6 +37,8 @@ class Probe:
     indices  whether the last operand is places along the first dim
     reduced  elements that a reduction goes through between its products
     own      how many operands, the last ones, every step has of its own, as layers have their weights
+    copied   bytes that it copies beside its operations
+    sides    what `shapes`, `flops`, `reduced` and `copied` are asked for
     """
 
     name: str
@@ -47,6 +50,8 @@ class Probe:
     indices: bool = False
     reduced: Callable[[int], int] | None = None
     own: int = 0
+    copied: Callable[[int], int] | None = None
+    sides: Sequence[int] = SIDES
 
 
 def _row(side: int) -> Shapes:
@@ -61,12 +66,26 @@ def _heads(side: int) -> Shapes:
     return [(2, side, 4, side // 4)] * 3
 
 
-def _image(side: int) -> Shapes:
-    return [(1, 16, side // 2, side // 2), (16, 16, 3, 3)]
+_IMAGES = ((16, 8, 3), (16, 64, 3), (64, 56, 1), (64, 32, 3))  # channels, side, and the window's side
 
 
-def _convolved(side: int) -> int:
-    return 18 * 256 * (side // 2) ** 2
+def _image(number: int) -> Shapes:
+    channels, side, window = _IMAGES[number]
+    return [(1, channels, side, side), (channels, channels, window, window)]
+
+
+def _convolved(number: int) -> int:
+    channels, side, window = _IMAGES[number]
+    return 2 * (channels * side * window) ** 2
+
+
+def _in_blocks(number: int) -> int:
+    image, weights = map(math.prod, _image(number))
+    return 4 * (2 * image + weights)
+
+
+def _padded(x: relax.Expr, w: relax.Expr) -> relax.Expr:
+    return _ops.nn.conv2d(x, w, padding=int(w.struct_info.shape.values[-1]) // 2)
 
 
 def _channels(side: int) -> Shapes:
@@ -130,7 +149,7 @@ def _forward() -> Iterator[Probe]:
     yield Probe(gradient_class("nn.relu"), _gradient(_ops.nn.relu), _two, times=2)
     yield Probe("nn.attention", _attended, _heads, _multiply_adds, reduced=_scored)
     yield Probe("einsum", _over_rows, _two, lambda side: 2 * side**3)
-    yield Probe("nn.conv2d", lambda x, w: _ops.nn.conv2d(x, w, padding=1), _image, _convolved)
+    yield Probe("nn.conv2d", _padded, _image, _convolved, copied=_in_blocks, sides=range(len(_IMAGES)))
     yield Probe("nn.group_norm", lambda x, g, b: _ops.nn.group_norm(x, g, b, 4, 1, [2, 3]), _channels)
     yield Probe("nn.max_pool2d", lambda x: _ops.nn.max_pool2d(x, (3, 3), padding=1), lambda side: _channels(side)[:1])
     yield Probe("take", lambda x, at: _ops.take(x, at, 0), _rows_of, indices=True)
@@ -147,9 +166,11 @@ def _backward(forward: Probe, count: int) -> Probe:
         found = _emitted(vjp_call(call, operands[: len(call.inputs)], {0: result}, range(count)))
         return found if count == 1 else relax.TupleGetItem(found, 0)
 
+    name, beside = gradient_class(forward.name), (forward.name,)
+    if forward.copied:  # a convolution as well
+        return replace(forward, name=name, emit=emit, beside=beside)
     flops, reduced = _thrice(forward.flops), _thrice(forward.reduced)
-    beside = (forward.name,)
-    return Probe(gradient_class(forward.name), emit, forward.shapes, flops, beside, 3, forward.indices, reduced)
+    return Probe(name, emit, forward.shapes, flops, beside, 3, forward.indices, reduced)
 
 
 def _thrice(count: Callable[[int], int] | None) -> Callable[[int], int] | None:
@@ -158,9 +179,8 @@ def _thrice(count: Callable[[int], int] | None) -> Callable[[int], int] | None:
 
 _FORWARD = {probe.name: probe for probe in _forward()}
 _GRADIENTS = {"nn.gelu": 1, "nn.gelu_tanh": 1, "nn.silu": 1, "nn.layer_norm": 3, "nn.rms_norm": 2, "nn.attention": 3}
-_GRADIENTS |= {"take": 1, "gather_elements": 1}
+_GRADIENTS |= {"take": 1, "gather_elements": 1, "nn.conv2d": 1}
 PROBES = (*_FORWARD.values(), *(_backward(_FORWARD[name], count) for name, count in _GRADIENTS.items()))
-SIDES = (16, 128, 512)  # 1 KiB, 64 KiB and 1 MiB of float32
 
 
 class Chain:

@@ -46,7 +46,8 @@ class Roofline:
     """The roofline model of a class of operators: a call takes `start` seconds, then as long as the slower of its
     operations and its memory traffic. `flops` and `memory` are the shares (0 .. 1) of the machine's rates that the
     class reaches. `again`: the share of the memory rate at which a kernel reloads blocks from beyond the nearest level,
-    in time that its operations don't hide; 0: they hide it."""
+    in time that its operations don't hide; 0: they hide it. Of convolutions: that at which they copy their operands and
+    results into blocks of channels (`Machine.channel_block`)."""
 
     start: float = 0.0
     flops: float = 1.0
@@ -128,6 +129,7 @@ class Machine:
     result     where devices share processors: time to hand a result to the caller, for each of its tiles, besides
                copying it; 0: it is handed over as it is
     action     of a pipeline: time of an action besides its fragment's run, as threads wait for each other's values
+    value      of a pipeline: time in which an action hands a tile of a value to its fragment, or takes one from it
     channel_block  number of channels in a block of the layout that convolutions copy their operands into, as oneDNN
                does that on CPUs; None: they copy nothing
     processor  the processor that `measure` ran on; None: unknown
@@ -157,6 +159,7 @@ class Machine:
     apart: float = 0.0
     result: float = 0.0
     action: float = 0.0
+    value: float = 0.0
     channel_block: int | None = None
     processor: str | None = None
     price: float | None = None

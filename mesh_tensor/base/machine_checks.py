@@ -60,7 +60,9 @@ def problems_of(machine: Machine) -> Iterable[str]:
     yield from _from_zero(
         {"launch": machine.launch, "call": machine.call, "busy": machine.busy, "price": machine.price or 0.0}
     )
-    yield from _from_zero({"turn": machine.turn, "start": machine.start, "action": machine.action})
+    yield from _from_zero(
+        {"turn": machine.turn, "start": machine.start, "action": machine.action, "value": machine.value}
+    )
     yield from _from_zero({"result": machine.result, "cold_start": machine.cold_start, "apart": machine.apart})
     if isinstance(machine.busy, (int, float)) and machine.busy > 1:
         yield f"busy is {machine.busy}, a share"

@@ -201,7 +201,7 @@ def table(machine: Machine) -> str:
     if machine.processors is not None:
         again = f"{_time(machine.turn)} and {machine.start:.3g} launches"
         lines.append(f"  share    {machine.processors} processors; where devices take turns, a step starts in {again}")
-    for name in ("cold_start", "apart", "call", "result", "action"):
+    for name in ("cold_start", "apart", "call", "result", "action", "value"):
         if getattr(machine, name):
             lines.append(f"  {name:8s} {_time(getattr(machine, name))}")
     if machine.channel_block is not None:
@@ -212,7 +212,7 @@ def table(machine: Machine) -> str:
         lines.append(f"  {link.name:8s} {reach}: {_short(link.rate)}B/s, starts in {_time(link.start)}{hop}")
     for name, each in machine.classes.items():
         shares = f"{each.flops:.0%} of flop/s, {each.memory:.0%} of bytes/s"
-        again = f"; blocks are loaded again at {each.again:.0%}" if each.again else ""
+        again = f"; blocks are loaded again, or copied, at {each.again:.0%}" if each.again else ""
         lines.append(f"  class    {name}: {_time(each.start)} and {shares}{again}")
     lines += [f"  source   {what}: {where}" for what, where in machine.sources.items()]
     return "\n".join(lines)

@@ -97,12 +97,8 @@ class Stage:
 
     @property
     def working(self) -> int:
-        """The most that is there beside weights and what is kept: a backward holds the gradients that it has made."""
-        most = made = 0
-        for piece in reversed(self.pieces):
-            most = max(most, made + piece.working)
-            made += _GRADIENT * piece.elements
-        return most
+        """The most that is there beside weights, sums of their gradients, and what is kept."""
+        return max((piece.working for piece in self.pieces), default=0)
 
     @property
     def held(self) -> Held:

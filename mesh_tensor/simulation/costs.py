@@ -46,9 +46,10 @@ def working_bytes(machine: Machine) -> Callable[[OpCall], int]:
 
 
 class StepCosts:
-    """What each kind of step costs, of a program; calls that are alike are priced once."""
+    """What each kind of step costs, of a program; calls that are alike are priced once. `elsewhere`: bytes that others
+    touch from one run of the program to the next."""
 
-    def __init__(self, program: Program, machine: Machine) -> None:
+    def __init__(self, program: Program, machine: Machine, elsewhere: int = 0) -> None:
         machine.check_holds(program.mesh.num_devices, str(program.mesh))
         self._program, self._machine = program, machine
         # ... and how often processors go round for it, and whether they work at the same time
@@ -56,7 +57,7 @@ class StepCosts:
         self._transposed: set[str] = set()  # values whose elements lie in another order than their dims
         self._handed = True  # whether processors worked at the same time at the last step; else others are cold
         self._apart: dict[str, frozenset[str]] = {}  # value -> axes along which devices have it in other memory
-        self._all = sum(value.tile_bytes for value in program.stored.values())
+        self._all = elsewhere + sum(value.tile_bytes for value in program.stored.values())
         self._now, self._touched = self._all, dict[str, int]()  # bytes touched so far, and when a value was, at last
         self._ran = dict[object, int]()  # ... when a step of a kind started, at last
         self._freed: dict[int, list[int]] = {}  # ... when so many bytes were given back

@@ -35,6 +35,7 @@ class PipelineSimulation(Simulated):
 
     fragments    (stage, kind) -> the fragment's own Simulation
     beside       (stage, kind) -> seconds of the first microbatch's action beside its fragment, and of every other's
+    handing      (stage, kind) -> seconds in which the fragment is given its values, and they are taken from it
     rest         (stage, kind) -> seconds of the fragment after what other stages wait for is handed on
     transfers    (stage, stage) -> seconds of what goes from one to the other, for a microbatch
     endings      per mesh: seconds in which gradients are reduced after its last action
@@ -49,6 +50,7 @@ class PipelineSimulation(Simulated):
     schedule: Schedule
     fragments: Mapping[tuple[int, str], Any]
     beside: Mapping[tuple[int, str], tuple[float, float]]
+    handing: Mapping[tuple[int, str], float]
     rest: Mapping[tuple[int, str], float]
     transfers: Mapping[tuple[int, int], float]
     endings: tuple[float, ...]
@@ -157,7 +159,8 @@ class PipelineSimulation(Simulated):
                 return received
             run = self.fragments.get((action.stage, action.kind))
             beside = self.beside[action.stage, action.kind][action.microbatch > 0]
-            return self.machine.action + beside + received + (0.0 if run is None else run.time)
+            beside += self.machine.action + self.handing.get((action.stage, action.kind), 0.0)
+            return beside + received + (0.0 if run is None else run.time)
 
         def early(action: Action) -> float:
             return 0.0 if f"{action.stage}{action.kind}" in without else self._early(action)
@@ -215,7 +218,7 @@ class PipelineSimulation(Simulated):
         return sum(each * count for each, count in zip(per_mesh, self.devices, strict=True)) / sum(self.devices)
 
 
-def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program, Machine], Any]) -> PipelineSimulation:
+def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[..., Any]) -> PipelineSimulation:
     """Simulate an `api.pipeline.Pipeline`; its meshes lie one after the other on the machine. Refused where its sizes
     are open, or the machine can't hold it."""
     machine.check_holds(pipe.topology.num_devices, str(pipe.topology))
@@ -229,11 +232,17 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
         ends = [starts[mesh] + pipe.topology[mesh].num_devices for mesh in meshes]
         return machine.joining(min(starts[mesh] for mesh in meshes), max(ends) - 1)
 
+    fragments = {(here.stage.index, kind): each for here in stages for kind, each in here.fragments.items()}
+    touched = _touched(fragments, machine)
     made = {
-        (here.stage.index, kind): simulation(fragment.module.program, inside[pipe.schedule.mesh_of[here.stage.index]])
-        for here in stages
-        for kind, fragment in here.fragments.items()
+        key: simulation(
+            fragment.module.program,
+            inside[pipe.schedule.mesh_of[key[0]]],
+            elsewhere=sum(touched.values()) - touched[key],
+        )
+        for key, fragment in fragments.items()
     }
+    handing = {key: _handing(fragment, machine, sum(touched.values())) for key, fragment in fragments.items()}
     rest = {
         (here.stage.index, kind): seconds
         for here in stages
@@ -259,14 +268,33 @@ def simulate_pipeline(pipe: Any, machine: Machine, simulation: Callable[[Program
         pipe.schedule,
         made,
         beside,
+        handing,
         rest,
         transfers,
         tuple(endings),
-        held_bytes_of(pipe.schedule, stages, made, len(names)),
+        held_bytes_of(pipe.schedule, stages, machine, len(names)),
         {here.stage.index: tuple(dict.fromkeys(here.stage.takes.values())) for here in stages},
         tuple(pipe.topology[name].num_devices for name in names),
         tuple(dict.fromkeys([*(text for run in made.values() for text in run.left_out), *pipe.not_simulated])),
     )
+
+
+def _touched(fragments: Mapping[tuple[int, str], Any], machine: Machine) -> dict[tuple[int, str], int]:
+    """The bytes that each fragment touches in caches that all of them share, where processors are shared."""
+    programs = {key: fragment.module.program for key, fragment in fragments.items()}
+    return {
+        key: machine.rounds(program.mesh.num_devices) * sum(each.tile_bytes for each in program.stored.values())
+        if machine.processors is not None
+        else 0
+        for key, program in programs.items()
+    }
+
+
+def _handing(fragment: Any, machine: Machine, touched: int) -> float:
+    """Seconds in which a fragment's values are handed to it, and taken from it, after so many bytes were touched."""
+    values = len(fragment.takes) + len(fragment.gives)
+    tiles = values * fragment.module.program.mesh.num_devices
+    return tiles * machine.value + values * machine.colder(touched)
 
 
 def after_handing_on(fragment: Any, run: Any, simulation: Callable[[Program, Machine], Any]) -> float:

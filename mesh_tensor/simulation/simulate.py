@@ -24,7 +24,7 @@ from mesh_tensor.program.verify import held_bytes, peak_bytes
 from mesh_tensor.rules.kernel.cost import unknown_extents
 from mesh_tensor.rules.kernel.reader import read_kernel
 
-from .costs import COMPUTE, working_bytes
+from .costs import COMPUTE, StepCosts, working_bytes
 from .pipelines import PipelineSimulation, simulate_pipeline
 from .streams import RUN, WAIT, Event, Events, called_seconds, critical, play
 from .summary import Group, Simulated, check_count, groups, named_kinds, page, table, trace, why
@@ -120,12 +120,13 @@ class Simulation(Simulated):
     computing    seconds in which the device computes; what is left of `time` it waits for collectives
     """
 
-    def __init__(self, program: Program, machine: Machine, beside: Sequence[str] = ()) -> None:
-        """`beside`: what else callers do, in words, which is not simulated."""
+    def __init__(self, program: Program, machine: Machine, beside: Sequence[str] = (), elsewhere: int = 0) -> None:
+        """`beside`: what else callers do, in words, which is not simulated. `elsewhere`: bytes that others touch from
+        one run of the program to the next."""
         self.program, self.machine, self._beside = program, machine, tuple(beside)
-        self._events = Events(program, machine)
+        self._events = Events(program, machine, StepCosts(program, machine, elsewhere))
         took, self._ends = play(self._events.all, len(machine.links), machine.busy)
-        self._called = called_seconds(program, machine)
+        self._called = called_seconds(program, machine, elsewhere)
         self.time = took + self._called
         self.computing = sum(event.seconds for event in self._events.all if event.kind == RUN)
 

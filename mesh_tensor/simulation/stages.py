@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mesh_tensor.base.collectives import BETWEEN, collective_time
@@ -15,7 +15,10 @@ from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipelining.check import Held
 from mesh_tensor.pipelining.fragments import gradient_name
 from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.program.verify import peak_bytes
 from mesh_tensor.redistribution.transfer import TransferPlan
+
+from .costs import working_bytes
 
 
 def adding_seconds(here: Any, machine: Machine) -> tuple[float, float]:
@@ -104,7 +107,7 @@ def summed_gradients(here: Any) -> list[str]:
 
 
 def held_bytes_of(
-    schedule: Schedule, stages: Sequence[Any], made: Mapping[tuple[int, str], Any], meshes: int
+    schedule: Schedule, stages: Sequence[Any], machine: Machine, meshes: int
 ) -> tuple[tuple[int, ...], ...]:
     """Per mesh: the most that one of its devices holds while each of its actions runs, and when all have."""
     held = {here.stage.index: held_for_backward(here) for here in stages}
@@ -115,7 +118,7 @@ def held_bytes_of(
             tile_bytes(here, weights_of(here)) + tile_bytes(here, map(gradient_name, summed_gradients(here)), GRADIENT)
             for here in mine
         )
-        beside = {here.stage.index: _beside(here, held[here.stage.index], made) for here in mine}
+        beside = {here.stage.index: _beside(here, held[here.stage.index], machine) for here in mine}
         live, row = 0.0, list[int]()
         for action in schedule.rows[mesh]:
             most = live + beside[action.stage].get(action.kind, 0)
@@ -125,11 +128,13 @@ def held_bytes_of(
     return tuple(found)
 
 
-def _beside(here: Any, held: Held, made: Mapping[tuple[int, str], Any]) -> dict[str, int]:
-    """What each fragment of a stage needs beside weights and what was there before it."""
+def _beside(here: Any, held: Held, machine: Machine) -> dict[str, int]:
+    """What each fragment of a stage needs beside weights, sums of their gradients, and what was there before it. Where
+    devices have processors of their own, as ranks have, a backward forgets what it is the last to take."""
     weights, found = set(weights_of(here)), {}
     for kind, fragment in here.fragments.items():
         own = tile_bytes(here, [name for name in fragment.takes if name in weights])
         before = {"F": 0.0, "W": held.forward if held.weight is None else held.weight}.get(kind, held.forward)
-        found[kind] = max(0, made[here.stage.index, kind].peak_bytes - own - int(before))
+        most = peak_bytes(fragment.module.in_memory(machine.processors is None), working_bytes(machine))
+        found[kind] = max(0, most - own - int(before))
     return found

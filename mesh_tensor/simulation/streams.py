@@ -100,15 +100,15 @@ def _on_device(cost: StepCost) -> tuple[Event, StepCost] | None:
     return (Event(RUN, cost.seconds, 0), cost) if cost.seconds else None
 
 
-def called_seconds(program: Program, machine: Machine) -> float:
+def called_seconds(program: Program, machine: Machine, elsewhere: int = 0) -> float:
     """What a run takes beside its steps, with handing on the results that operators, and collectives among them, make;
-    kernels write to them."""
+    kernels write to them. `elsewhere` as StepCosts takes it."""
     steps: tuple[Step, ...] = (*program.ops, *program.collectives) if machine.result and program.ops else ()
     made = {program.values[name].storage for step in steps for name in step.writes}
     given = [program.values[each.output] for each in program.parameters if each.output is not None]
     given = [value for value in given if value.storage in made]
     results = [(math.prod(value.shape) * dtype_bits(value.dtype) // 8, _parts(value, machine)) for value in given]
-    return machine.called(sum(value.tile_bytes for value in program.stored.values()), results)
+    return machine.called(elsewhere + sum(value.tile_bytes for value in program.stored.values()), results)
 
 
 def _parts(value: ProgramValue, machine: Machine) -> int:

@@ -180,3 +180,15 @@ def test_a_kernel_that_runs_here_says_nothing_of_another_machine(other):
 
 def test_it_is_a_method_of_machine():
     assert mt.Machine._measure is measure.measure
+
+
+def test_operations_and_copies_of_convolutions_are_told_apart():
+    """Of exact rows: a start, operations and copies; where what copies more takes less, copies take nothing."""
+    work, copies = [1e-5, 2e-4, 3e-4, 7e-4], [1e-6, 6e-5, 2e-5, 4e-5]
+    rows = [(w, 2e-6 + 5e-6 + w / 0.8 + c / 0.25) for w, c in zip(work, copies, strict=True)]
+    found = measure._beside_copies(rows, copies, 2e-6)
+    assert (found.start, found.flops, found.again) == pytest.approx((5e-6, 0.8, 0.25))
+    rows = [(w, 2e-6 + w / 0.8 - c / 10) for w, c in zip(work, copies, strict=True)]
+    found = measure._beside_copies(rows, copies, 2e-6)
+    assert (found.start, found.flops) == (0, pytest.approx(0.8, rel=0.05))
+    assert found.again > 1e8

@@ -193,3 +193,52 @@ def test_a_mesh_that_starts_inside_of_a_node_sends_between_nodes(module):
 
     assert reduced(4) < 1e-9
     assert reduced(2) >= 1
+
+
+def test_values_of_fragments_are_handed_to_them_and_taken_from_them(module):
+    """Each tile of what they take and give, one after the other where devices share a processor."""
+    alone = replace(FREE, processors=1)
+    run = mt.pipeline(module, {"m0": {"d": 2}, "m1": {"d": 2}}, ["blocks.1"], microbatches=2, train=True)
+    tiles = [2 * (len(each.takes) + len(each.gives)) for here in run.fragments for each in here.fragments.values()]
+    longer = mt.simulate(run, replace(alone, value=1.0)).time - mt.simulate(run, alone).time
+    assert longer == pytest.approx(2 * sum(tiles))
+    apart = mt.simulate(run, replace(FREE, value=1.0))
+    assert apart.time < longer
+
+
+def test_fragments_that_share_caches_find_them_full_of_what_others_touched(module):
+    """By themselves they would find what they touch in the nearest memory; devices with processors of their own do."""
+    near, far = Memory(2**20, 1e9), Memory(2**30, 1e3)
+    wide = replace(FREE, memory=(near, far))
+    run = mt.pipeline(module, {"m0": {"d": 1}, "m1": {"d": 1}}, ["blocks.1"], train=True)
+    touched = sum(
+        each.tile_bytes
+        for here in run.fragments
+        for f in here.fragments.values()
+        for each in f.module.program.stored.values()
+    )
+    some = replace(wide, memory=(replace(near, size=touched - 1), far))
+    program = run.fragments[0].fragments["F"].module.program
+    by_itself = mt.simulate(program, replace(some, processors=1)).time
+    assert mt.simulate(run, some).fragments[0, "F"].time == by_itself
+    assert mt.simulate(run, replace(wide, processors=1)).fragments[0, "F"].time == by_itself
+    assert mt.simulate(run, replace(some, processors=1)).fragments[0, "F"].time > 10 * by_itself
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_gradients_that_are_added_up_are_held_once(microbatches):
+    """Of a layer of many weights, beside them: their gradients' sum, to which each microbatch's is added as it is
+    made."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 512, bias=False), nn.Linear(512, 64, bias=False)
+
+        def forward(self, x):
+            return self.second(torch.relu(self.first(x))).sum()
+
+    program = mt.from_torch(torch.export.export(Layer(), (torch.zeros(2, 64),)), check=False)
+    run = mt.pipeline(program, {"m0": {"d": 1}}, 1, microbatches=microbatches, train=True, reduction="sum")
+    weights = 4 * 2 * 64 * 512
+    assert 2 * weights < mt.simulate(run, "cpu").peak_bytes < 2.1 * weights

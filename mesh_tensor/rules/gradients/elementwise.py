@@ -90,7 +90,23 @@ def ewise_fma(b: Backward) -> Sequence[Gradient]:
     return _each(b, [lambda: op.multiply(b.d, right), lambda: op.multiply(b.d, left), lambda: b.d])
 
 
-@gradient("power", "maximum", "minimum", "atan2", "log_add_exp", "mod", "floor_mod")
+@gradient("power")
+def power(b: Backward) -> Sequence[Gradient]:
+    """Of a square it is the operand twice; torch's own would take it to the power of 1 first."""
+    base, exponent = b.arguments()
+    if b.wanted[0] and shape_of(base) == b.call.outputs[0].shape and _is_two(exponent):
+        twice = b.emit(op.multiply(base, b.number(2, 0)))
+        return [b.emit(op.multiply(b.d, twice)), *[None] * (len(b.operands) - 1)]
+    return broadcast(b)
+
+
+def _is_two(exponent: relax.Expr) -> bool:
+    if isinstance(exponent, relax.PrimValue):
+        return bool(exponent.value == 2)
+    return isinstance(exponent, relax.Constant) and exponent.data.numpy().ndim == 0 and exponent.data.numpy() == 2
+
+
+@gradient("maximum", "minimum", "atan2", "log_add_exp", "mod", "floor_mod")
 def broadcast(b: Backward) -> Sequence[Gradient]:
     """What is wanted is broadcast first, so that devices sum gradients, and never what padding makes of operands."""
     shape = b.call.outputs[0].shape

@@ -9,6 +9,7 @@ from mesh_tensor.base.dtypes import TensorType, dtype_bits
 from mesh_tensor.base.machine import Machine, Work
 from mesh_tensor.base.machine_presets import CPU
 
+from .blocked_convolution import Convolution, is_convolution
 from .call import OpCall
 from .linear_algebra import GROUPED, LINEAR, LOOKED_UP, MATMUL_ADD
 from .nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
@@ -28,6 +29,7 @@ _CLASSES = {
     " collapse_sum_like",
 }
 _CONVOLUTIONS = ("nn.conv1d", "nn.conv2d", "nn.conv3d")
+_CONVOLUTION = "nn.conv2d"  # the class of all of them
 _LOOKUPS = ("take", "gather_elements", "gather_nd", "mesh.local_take", "mesh.local_gather")
 _CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
 _CLASS_OF |= dict.fromkeys((LINEAR, MATMUL_ADD, GROUPED, LOOKED_UP), "product")
@@ -118,6 +120,8 @@ def operator_work(call: OpCall, machine: Machine, copied: bool = False, again: b
         return _gradient_work(call, machine, again)
     if kind == "view" and not copied:
         return Work(machine.roofline("view").start * max(1, len(call.outputs)), 0.0, 0.0)
+    if name in _CONVOLUTIONS:
+        return _convolution_work(call, machine)
     return _on_operands(call, machine, 1, name, "move" if kind == "view" else kind)
 
 
@@ -130,7 +134,7 @@ def _gradient_work(call: OpCall, machine: Machine, again: bool) -> Work:
     stated = vjp_of(call)
     calls = [of for of, _ in stated.calls]
     if len(calls) == 1 and calls[0].name in _CONVOLUTIONS and len(stated.wrt) == 1:
-        return operator_work(calls[0], machine)
+        return _convolution_work(calls[0], machine, stated.wrt[0])
     parts = [operator_work(of, machine, True) for of in calls]
     classes = [gradient_class(of.operator) for of in calls]
     if any(each not in machine.classes for each in classes):
@@ -140,6 +144,19 @@ def _gradient_work(call: OpCall, machine: Machine, again: bool) -> Work:
     made = [_on_operands(of, machine, 3, each) for of, each in zip(calls, classes, strict=True)]
     both = [*made, *parts] if again else made
     return Work(sum(p.start for p in both), sum(p.flops for p in both), sum(p.memory for p in both))
+
+
+def _convolution_work(call: OpCall, machine: Machine, wrt: int | None = None) -> Work:
+    """A convolution, or the gradient of its operand `wrt`. Where the machine knows how fast operands and results are
+    copied into blocks of channels, that is beside its operations, which are those of whole blocks."""
+    of_gradient = () if wrt is None else (gradient_class(_CONVOLUTION),)
+    names = (*of_gradient, call.operator, _CONVOLUTION, "product")
+    work, share = _on_operands(call, machine, 1, *names), machine.roofline(*names).again
+    if not (share and machine.channel_block and is_convolution(call)):
+        return work
+    made = Convolution(call, machine.channel_block)
+    copied = made.copied_bytes()
+    return replace(work, flops=work.flops * made.whole_blocks(wrt), far=copied / (machine.memory_rate(copied) * share))
 
 
 def _on_operands(call: OpCall, machine: Machine, times: int, *names: str) -> Work:

@@ -139,14 +139,15 @@ def dropped(
     key = _mixed(_mixed(seed.to(x.device) * _GOLDEN) + stream)
     numbers = _mixed(places.mul_(_GOLDEN).add_(key) if places.ndim else places * _GOLDEN + key)
     stays = numbers.bitwise_and_((1 << _BITS) - 1) >= round(probability * (1 << _BITS))
+    del places, numbers  # the product takes as much again
     return (x * (1 / (1 - probability))).mul_(stays)
 
 
 def _mixed(numbers: Tensor) -> Tensor:
     """The numbers, each of whose bits depends on all of their bits before. In place, but for a single number."""
     for shift, factor in _ROUNDS:
-        high = (numbers >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # without copies of the sign
-        numbers = numbers.bitwise_xor_(high).mul_(factor)
+        mask = (1 << (64 - shift)) - 1  # without copies of the sign
+        numbers = numbers.bitwise_xor_((numbers >> shift).bitwise_and_(mask)).mul_(factor)
     return numbers
 
 

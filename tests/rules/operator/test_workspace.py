@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from tvm import relax
 
 from mesh_tensor.rules.operator.call import op_call
+from mesh_tensor.rules.operator.dropout import Dropout, dropout_call
 from mesh_tensor.rules.operator.vjp import vjp_call
 from mesh_tensor.rules.operator.workspace import workspace_bytes
 from mesh_tensor.targets.torch_ops import torch_function
@@ -43,7 +44,7 @@ def _with_gradients(build, *args):
 def _allocated(call):
     """The most bytes at once during a call, of which its results are some."""
     function = torch_function(call)
-    given = [torch.rand(tensor.shape, dtype=getattr(torch, tensor.dtype)) for tensor in call.inputs]
+    given = [torch.rand(tensor.shape).to(getattr(torch, tensor.dtype)) for tensor in call.inputs]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -114,3 +115,13 @@ def test_margins_that_differ_are_a_copy():
         for p in ([1, 1], [2, 0])
     )
     assert workspace_bytes(other, BLOCK) == workspace_bytes(same, BLOCK) + 4 * 3 * 10
+
+
+@pytest.mark.parametrize(("probability", "nbytes"), [(0.1, 16), (0.0, 4), (1.0, 4)])
+def test_dropout_has_a_number_for_every_element(probability, nbytes):
+    """Of 64 bits, and as much while their higher bits are mixed in."""
+    call = _call(
+        lambda x, seed: dropout_call(x, seed, Dropout(probability, 0)), _var("x", 64, 512), _var("seed", dtype="int64")
+    )
+    assert _said(call) == _said(call, None) == nbytes * 64 * 512
+    assert _allocated(call) == pytest.approx(nbytes * 64 * 512, rel=0.01)
