@@ -97,9 +97,11 @@ def test_results_that_differ(monkeypatch):
     assert "example inputs" in text
 
 
-@pytest.mark.parametrize(("found", "exact", "is_wrong"), [(1.002, 1.0005, False), (1.002, 1.0, True), (1.2, 0.9, True)])
+@pytest.mark.parametrize(
+    ("found", "exact", "is_wrong"), [(1.002, 1.0005, False), (1.002, 1.0, True), (1.2, 0.9, True), (1.2, 1.2001, False)]
+)
 def test_float64_tells_what_rounding_changes(found, exact, is_wrong):
-    """What torch's own result is off, another may be, too; but little."""
+    """What torch's own result is off, another may be, too; but little. One that is right is so whatever torch's is."""
 
     def compared():
         results, expected, wide = torch.tensor(found), [torch.tensor(1.0)], [torch.tensor(exact, dtype=torch.float64)]

@@ -10,6 +10,7 @@ from mesh_tensor.base.machine import Machine, Work
 from mesh_tensor.base.machine_presets import CPU
 
 from .call import OpCall
+from .conv import CONV_ADD
 from .linear_algebra import GROUPED, LINEAR, LOOKED_UP, MATMUL_ADD
 from .nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 from .vjp import VJP, vjp_of
@@ -27,10 +28,9 @@ _CLASSES = {
     " nn.layer_norm nn.rms_norm nn.group_norm nn.instance_norm nn.cross_entropy_with_logits nn.nll_loss collapse_sum_to"
     " collapse_sum_like",
 }
-_CONVOLUTIONS = ("nn.conv1d", "nn.conv2d", "nn.conv3d")
 _LOOKUPS = ("take", "gather_elements", "gather_nd", "mesh.local_take", "mesh.local_gather")
 _CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
-_CLASS_OF |= dict.fromkeys((LINEAR, MATMUL_ADD, GROUPED, LOOKED_UP), "product")
+_CLASS_OF |= dict.fromkeys((LINEAR, MATMUL_ADD, GROUPED, LOOKED_UP, *CONV_ADD.values()), "product")
 _CLASS_OF |= dict.fromkeys((SOFTMAX_GRADIENT, LOG_SOFTMAX_BACKWARD), "reduce")
 
 
@@ -50,7 +50,7 @@ def count_flops(call: OpCall) -> int:
         return 2 * _labelled(call)
     if call.operator == VJP:
         return _differentiated(call)
-    if call.name.startswith("nn.conv") and len(call.inputs) > 1:
+    if (call.name.startswith("nn.conv") or call.name in CONV_ADD.values()) and len(call.inputs) > 1:
         weight = call.inputs[1]
         return 2 * call.outputs[0].elements * weight.elements // max(1, weight.shape[0])
     if call.name.startswith("nn.attention"):
@@ -129,7 +129,7 @@ def pays_apart(call: OpCall) -> bool:
 def _gradient_work(call: OpCall, machine: Machine, again: bool) -> Work:
     stated = vjp_of(call)
     calls = [of for of, _ in stated.calls]
-    if len(calls) == 1 and calls[0].name in _CONVOLUTIONS and len(stated.wrt) == 1:
+    if len(calls) == 1 and calls[0].name in CONV_ADD and len(stated.wrt) == 1:
         return operator_work(calls[0], machine)
     parts = [operator_work(of, machine, True) for of in calls]
     classes = [gradient_class(of.operator) for of in calls]

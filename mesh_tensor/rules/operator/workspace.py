@@ -15,6 +15,7 @@ from functools import cached_property
 from mesh_tensor.base.dtypes import TensorType, dtype_bits
 
 from .call import OpCall
+from .conv import CONV_ADD
 from .vjp import VJP, Vjp, vjp_of
 
 _FLOATS = {"float32", "bfloat16"}  # what oneDNN convolves
@@ -105,7 +106,7 @@ def _pool_dims(call: OpCall) -> Iterator[_PoolDim]:
 
 def _is_convolution(call: OpCall) -> bool:
     """Whether it is a convolution of rows of channels, not transposed."""
-    if call.name not in ("nn.conv1d", "nn.conv2d", "nn.conv3d"):
+    if call.name not in (*CONV_ADD, *CONV_ADD.values()):
         return False
     layouts = call.attr("data_layout"), call.attr("out_layout") or call.attr("data_layout")
     return all(layout.startswith("NC") for layout in layouts)
