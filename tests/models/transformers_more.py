@@ -28,13 +28,12 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "longcat_flash": _LATENT,
     "minicpm3": _LATENT,
     "ministral": {"head_dim": 8},
-    "qwen3_5_moe_text": {},
     "trocr": {},
     "vaultgemma": {},
     "youtu": _LATENT,
 }
 _ENCODERS = (
-    "clip_text_model", "dpr", "gte", "jina_embeddings_v3", "layoutlm", "minimax_m3_vl_text", "molmo2_text",
+    "clip_text_model", "dpr", "gte", "jina_embeddings_v3", "layoutlm", "molmo2_text",
     "muse_glimmer_text", "muse_spark_text", "openai_privacy_filter", "qwen3_vl_moe_text", "qwen3_vl_text",
     "roberta-prelayernorm", "tapas", "visual_bert", "xlm-roberta-xl",
 )  # fmt: skip
