@@ -80,11 +80,24 @@ def normed_after() -> list[Case]:
 
 
 def einsums() -> list[Case]:
-    """Positions beside heads, where each layer has a view of its own of what it takes."""
+    """Positions, or a batch, beside heads, where each layer has a view of its own of what it takes."""
     x, make = torch.randn(8, 64, 256), partial(Einsums, 256, 8)
     split = {name: {"m": 1} for name in ("q", "k", "v")} | {"o": {"m": 0}, "x": {"m": 1}}
     hand = Hand(2 * gathered(x.numel(), 4), 2, "an all-gather before, a reduce-scatter after")
-    return [Case("attention by einsums", "TP + SP", partial(from_model, make, x), {"m": 4}, split, hand)]
+    beside = split | {"x": {"d": 0}, "target": {"d": 0}}
+    norm, weights = reduced(2 * 256 + 1, 8), reduced(4 * 256 * 256 // 4, 2)
+    why = "one after the layer; nobody asks for the gradient of x: those of its norm are summed with the gradients"
+    trains = Hand(reduced(x.numel() // 2, 4) + weights + norm, 3, why)
+    why = (
+        "a gather and a reduce-scatter each way; what is gathered before the layer is gathered again for its gradients"
+    )
+    again = Hand(5 * gathered(x.numel(), 4) + reduced(2 * 256 + 1, 4), 6, why)
+    step = trained(make, F.mse_loss, x, torch.randn_like(x))
+    return [
+        Case("attention by einsums", "TP + SP", partial(from_model, make, x), {"m": 4}, split, hand),
+        Case("attention by einsums, trained", "DP x TP", step, {"d": 2, "m": 4}, beside, trains),
+        Case("attention by einsums, trained", "TP + SP", step, {"m": 4}, split | {"target": {"m": 1}}, again),
+    ]
 
 
 def few_key_heads() -> list[Case]:

@@ -17,6 +17,7 @@ from mesh_tensor.annotations.names import Fresh, renamed_parameters
 from mesh_tensor.base.errors import MeshTensorError, refuse, shown
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.importers.imported import identifiers
+from mesh_tensor.importers.torch_autocast import under_autocast
 from mesh_tensor.importers.torch_dropout import counted, has_seed
 from mesh_tensor.importers.torch_exact import interpreted
 from mesh_tensor.importers.torch_frontend import from_torch
@@ -156,7 +157,8 @@ def _imported(
     # Torch takes inputs that are one tensor for one input, which later batches (what is read, its target) are not.
     recorded = tuple(one.clone() if any(one is other for other in given[:n]) else one for n, one in enumerate(given))
     try:
-        program = counted(torch.export.export(WithLoss(model, loss, list(written)), recorded, strict=False))
+        program = torch.export.export(WithLoss(model, loss, list(written)), recorded, strict=False)
+        program = under_autocast(counted(program))
     except MeshTensorError:
         raise
     except Exception as error:  # whatever torch, or the model's own code, raises while it is recorded

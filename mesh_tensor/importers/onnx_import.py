@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import numpy as np
 import torch
@@ -30,6 +30,10 @@ from .onnx_recurrent import CELLS
 from .onnx_reference import reference_results
 from .onnx_rewrites import REWRITES, rewritten
 from .onnx_sizes import check_sizes, fold, inferred, settle_names, sizes_of
+from .onnx_source import loaded, package
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 _WHOLE = {6, 7}  # onnx.TensorProto's int32 and int64
 _FEW = 64
@@ -37,18 +41,17 @@ _SCALED = ("Resize", "Upsample")
 _OTHERS = ("com.microsoft",)  # domains with operators that TVM's importer knows, by their names alone
 
 
-def import_onnx(path: str | os.PathLike[str], shapes: Mapping[str, Sequence[int]] | None = None) -> ImportedModule:
-    """The Relax module of an ONNX file: `mesh_tensor.from_onnx`, without its check of results."""
-    onnx = _package()
-    model, shapes = _loaded(onnx, path), shapes or {}
+def import_onnx(onnx: Any, model: Any, shapes: Mapping[str, Sequence[int]], where: str) -> ImportedModule:
+    """The Relax module of an ONNX model, which is changed: `mesh_tensor.from_onnx`, without its check of results.
+    `where`: what the model is called."""
     try:
         model = _with_known_operators(onnx, model)
         _check_domains(model.graph)
         settle_names(model.graph)
-        _check_shapes(onnx, model, shapes, path)
+        _check_shapes(onnx, model, shapes, where)
         _settle(onnx, model, shapes)
     except (IndexError, KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        _refuse_import(error, path)  # a node without what its operator has, or without a type
+        _refuse_import(error, where)  # a node without what its operator has, or without a type
     graph = model.graph
     names = identifiers([t.name for t in graph.initializer], [])
     places = {name: f"p{index}_" for index, name in enumerate(names)}
@@ -60,40 +63,22 @@ def import_onnx(path: str | os.PathLike[str], shapes: Mapping[str, Sequence[int]
         try:
             mod = convert(onnx, model, shapes)
         except Exception as error:  # TVM's importer raises what it happens to meet
-            _refuse_import(error, path)
+            _refuse_import(error, where)
     return _named(mod, names, {places[name]: name for name in places})
 
 
-def _check_shapes(onnx: Any, model: Any, shapes: Mapping[str, Sequence[int]], path: str | os.PathLike[str]) -> None:
+def _check_shapes(onnx: Any, model: Any, shapes: Mapping[str, Sequence[int]], where: str) -> None:
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = [value.name for value in model.graph.input if value.name not in weights]
     if unknown := [name for name in shapes if name not in inputs]:
         refuse([f"`shapes` has {name!r}, which is no input" for name in unknown], fix=f"the inputs are {inputs}")
-    check_sizes(onnx, model, shapes, os.fspath(path))
+    check_sizes(onnx, model, shapes, where)
 
 
-def _refuse_import(error: Exception, path: str | os.PathLike[str]) -> NoReturn:
+def _refuse_import(error: Exception, where: str) -> NoReturn:
     if isinstance(error, MeshTensorError):
         raise error
-    refuse(f"the model can't be imported: {error}", where=str(path), fix="export it with other operators")
-
-
-def _package() -> Any:
-    try:
-        return importlib.import_module("onnx")
-    except ImportError as error:
-        refuse("from_onnx needs the package onnx", why=str(error), fix="pip install onnx")
-
-
-def _loaded(onnx: Any, path: str | os.PathLike[str]) -> Any:
-    if not isinstance(path, (str, os.PathLike)) or not os.path.isfile(path):
-        refuse(f"there is no file {path!r}", fix="pass the path of an ONNX file")
-    try:
-        model = onnx.load(os.fspath(path))
-        onnx.checker.check_model(model)
-    except Exception as error:  # protobuf's and the checker's own classes
-        refuse(f"{os.fspath(path)!r} is no valid ONNX model", why=str(error), fix="export it again")
-    return model
+    refuse(f"the model can't be imported: {error}", where=where, fix="export it with other operators")
 
 
 def _with_known_operators(onnx: Any, model: Any) -> Any:
@@ -221,17 +206,21 @@ _FIRST = (3, 4, 8, 16, 1)  # sizes to try for symbols; the n-th symbol has n mor
 
 
 def from_onnx(
-    path: str | os.PathLike[str], *, shapes: Mapping[str, Sequence[int]] | None = None, check: bool = True
+    model: str | os.PathLike[str] | bytes | BinaryIO | ModelProto,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    check: bool = True,
 ) -> ImportedModule:
-    """The Relax module of an ONNX file. Needs the package `onnx` (the extra `mesh-tensor[onnx]`).
+    """The Relax module of an ONNX model. Needs the package `onnx` (the extra `mesh-tensor[onnx]`).
 
-    Its function `main` takes the inputs in the file's order, then the weights (initializers), under their names as
+    Its function `main` takes the inputs in the model's order, then the weights (initializers), under their names as
     identifiers: "fc.weight" is called `fc_weight`. `annotate_module` knows them by both names. Short vectors of whole
     numbers (sizes, axes) are constants.
 
     Args:
-        path: the file; tensors in files of their own lie beside it.
-        shapes: sizes of inputs, by name, in place of the file's (which may leave some open).
+        model: the path of a file, beside which tensors in files of their own lie; a file that is open for reading
+            bytes; its bytes; or an `onnx.ModelProto`, which stays as it is.
+        shapes: sizes of inputs, by name, in place of the model's (which may leave some open).
         check: run both the module and onnx's reference evaluator on random inputs, and refuse a module whose results
             are not the reference's: TVM's importer leaves out some options of some operators.
 
@@ -239,13 +228,17 @@ def from_onnx(
         MeshTensorError: the package or the file is missing, the model is not valid, it has operators that TVM can't
             import, or that differ, or that the reference can't run.
     """
-    module = import_onnx(path, shapes)
+    onnx = package()
+    own, where = loaded(onnx, model)
+    changed = onnx.ModelProto()
+    changed.CopyFrom(own)
+    module = import_onnx(onnx, changed, shapes or {}, where)
     if check:
-        _check(module, path)
+        _check(module, own, where)
     return module
 
 
-def _check(module: ImportedModule, path: str | os.PathLike[str]) -> None:
+def _check(module: ImportedModule, model: Any, where: str) -> None:
     signature = ModuleSignature(module.mod, "main")
     inputs = [param for param in signature.params if param.name not in module.params]
     names = {new: old for old, new in module.names.items()}
@@ -253,17 +246,17 @@ def _check(module: ImportedModule, path: str | os.PathLike[str]) -> None:
     for sizes in _sizes([str(symbol) for symbol in signature.symbols]):
         tensors = {param.name: _random(param, sizes) for param in inputs}
         try:
-            expected = reference_results(path, {names[name]: tensor.numpy() for name, tensor in tensors.items()})
+            expected = reference_results(model, {names[name]: tensor.numpy() for name, tensor in tensors.items()})
         except Exception as found:  # what the reference's functions happen to raise
             error = found
             continue
         results = run_sequential(module.mod, tensors | module.params)
         fix = "export it with other operators, or a newer opset"
-        refuse_differences(results, expected, "onnx's reference", f"{path}, on random inputs", fix)
+        refuse_differences(results, expected, "onnx's reference", f"{where}, on random inputs", fix)
         return
     refuse(
         "onnx's reference evaluator, by which the imported module is checked, can't run the model",
-        where=str(path),
+        where=where,
         why=f"{type(error).__name__}: {error}",
         fix="settle open sizes by `shapes`; `check=False` leaves this check out",
     )

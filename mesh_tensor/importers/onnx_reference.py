@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +13,12 @@ import numpy as np
 import torch
 
 
-def reference_results(path: str | os.PathLike[str], feeds: dict[str, np.ndarray]) -> list[torch.Tensor]:
+def reference_results(model: Any, feeds: dict[str, np.ndarray]) -> list[torch.Tensor]:
     """The model's results for these inputs, by name. Raises what the reference's functions happen to raise."""
-    onnx = importlib.import_module("onnx")
     evaluator = importlib.import_module("onnx.reference").ReferenceEvaluator
-    model = onnx.load(os.fspath(path))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # numpy's, of divisions by zero
-        results = evaluator(os.fspath(path), new_ops=_operators(model)).run(None, feeds)
+        results = evaluator(model, new_ops=_operators(model)).run(None, feeds)
     return [torch.from_numpy(np.array(result)) for result in results]
 
 
@@ -56,7 +53,66 @@ def _operators(model: Any) -> list[Any]:
     version = next((opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), 1)
     one = all(len(node.output) == 1 for node in model.graph.node if node.op_type == "BatchNormalization")
     batch_norms = [BatchNormalization] if version < 14 and one else []
-    return [GatherElements, RNN, *batch_norms, *(_of_all_behind(run) if version < 13 else [])]
+    return [GatherElements, RNN, *batch_norms, *_pools(run, model), *(_of_all_behind(run) if version < 13 else [])]
+
+
+def _pools(run: Any, model: Any) -> list[Any]:
+    """Pooling where paddings follow from sizes: the reference pads the other side where strides leave elements over,
+    can't have windows that end behind the last element, and takes norms of fewer elements for averages."""
+
+    def operator(name: str, combined: Callable[..., np.ndarray], fill: float = 0) -> Any:
+        def _run(self: Any, x: np.ndarray, p: int | None = None, **_options: Any) -> tuple[np.ndarray]:
+            elements, counted = _windows(x, fill, **_pooling(self.onnx_node))
+            return (combined(elements, counted, p or 2).astype(x.dtype),)
+
+        return type(name, (run,), {"_run": _run})
+
+    found = [
+        operator("MaxPool", lambda elements, *_: elements.max(-1), -np.inf),
+        operator("AveragePool", lambda elements, counted, _: elements.sum(-1) / counted.sum(-1)),
+        operator("LpPool", lambda elements, _, p: (abs(elements) ** p).sum(-1) ** (1 / p)),
+    ]
+    nodes = [node for node in model.graph.node if node.op_type in {one.__name__ for one in found}]
+    other = {node.op_type for node in nodes if len(node.output) > 1 or _pooling(node)["auto_pad"] == "NOTSET"}
+    return [one for one in found if one.__name__ not in other]
+
+
+def _pooling(node: Any) -> dict[str, Any]:
+    options = {one.name: one for one in node.attribute}
+    window = list(options["kernel_shape"].ints)
+    numbers = {
+        name: list(options[name].ints) if name in options else [1] * len(window) for name in ("strides", "dilations")
+    }
+    pad = options["auto_pad"].s.decode() if "auto_pad" in options else "NOTSET"
+    padding_counts = "count_include_pad" in options and bool(options["count_include_pad"].i)
+    return {"window": window, **numbers, "auto_pad": pad, "padding_counts": padding_counts}
+
+
+def _windows(
+    x: np.ndarray,
+    fill: float,
+    window: list[int],
+    strides: list[int],
+    dilations: list[int],
+    auto_pad: str,
+    padding_counts: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The elements of all windows, in a last dim, and which of them count in an average."""
+    spans = [(size - 1) * apart + 1 for size, apart in zip(window, dilations, strict=True)]
+    pads = [(0, 0), (0, 0)]
+    for size, span, step in zip(x.shape[2:], spans, strides, strict=True):
+        missing = max(0, (-(-size // step) - 1) * step + span - size) if auto_pad != "VALID" else 0
+        halves = missing // 2, missing - missing // 2
+        pads.append(halves if auto_pad == "SAME_UPPER" else halves[::-1])
+    dims, every = tuple(range(2, x.ndim)), (slice(None),) * 2
+    where = (*every, *(slice(None, None, step) for step in strides), *(slice(None, None, n) for n in dilations))
+
+    def seen(values: np.ndarray, fill: float) -> np.ndarray:
+        padded = np.pad(values, pads, constant_values=fill)
+        found = np.lib.stride_tricks.sliding_window_view(padded, spans, dims)[where]
+        return found.reshape(*found.shape[: x.ndim], -1)
+
+    return seen(x, fill), seen(np.ones(x.shape, bool), padding_counts)
 
 
 def _of_all_behind(run: Any) -> list[Any]:

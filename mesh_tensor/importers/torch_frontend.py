@@ -15,6 +15,7 @@ from mesh_tensor.runtime.sequential import run_sequential
 from mesh_tensor.targets.dtypes import as_floats
 
 from .imported import ImportedModule, form_of, refuse_differences
+from .torch_autocast import under_autocast
 from .torch_dropout import counted
 from .torch_exact import results_in_float64
 from .torch_import import import_torch
@@ -53,7 +54,7 @@ def from_torch(program: torch.export.ExportedProgram, *, check: bool = True, buf
     """
     if not isinstance(program, torch.export.ExportedProgram):
         refuse(f"a {type(program).__name__} is no exported program", fix="pass torch.export.export(model, inputs)")
-    program = counted(program)
+    program = under_autocast(counted(program))
     module = replace(import_torch(program, buffers), form=form_of(program))
     if check and program.example_inputs is not None:
         _check(module, program)

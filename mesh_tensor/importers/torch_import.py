@@ -36,7 +36,6 @@ from .torch_program import (
     check_program,
     depends_on_data,
     drop_assertions,
-    refuse_autocast,
     written_buffers,
 )
 from .torch_sizes import in_tir, sizes_of, symbols_of
@@ -50,7 +49,6 @@ def import_torch(
     """The Relax module of an exported program: `mesh_tensor.from_torch`, without its check of results. `groups`: the
     axes of its collectives' groups, by name, of what is one device's part of a manual computation."""
     refuse_one_for_another(program)
-    refuse_autocast(program)
     original, importer = program, _Importer()
     importer.groups = groups or {}
     with warnings.catch_warnings():

@@ -80,12 +80,15 @@ def _embedding_bag(
 
 def _even_bags(rows: Tensor, counted: Tensor | None, size: int, mode: int) -> Tensor:
     bags = rows.unflatten(0, (-1, size))
-    if counted is None:
-        return bags.max(1).values if mode == _MAX_OF_BAG else bags.mean(1) if mode == _MEAN_OF_BAG else bags.sum(1)
-    here = counted.unflatten(0, (-1, size))[..., None]
+    here = None if counted is None else counted.unflatten(0, (-1, size))[..., None]
     if mode == _MAX_OF_BAG:
-        most = torch.where(here, bags, -torch.inf).max(1).values
-        return torch.where(here.any(1), most, 0)
+        places = torch.arange(size, device=rows.device)[:, None]
+        known = _compared(bags, places == 0 if here is None else here.cumsum(1) == 1)
+        if here is None:
+            return known.max(1).values
+        return torch.where(here.any(1), torch.where(here, known, -torch.inf).max(1).values, 0)
+    if here is None:
+        return bags.mean(1) if mode == _MEAN_OF_BAG else bags.sum(1)
     total = torch.where(here, bags, 0).sum(1)
     return total / here.sum(1).clamp_min(1).to(total.dtype) if mode == _MEAN_OF_BAG else total
 
@@ -107,22 +110,30 @@ def _uneven_bags(
     return total / rows.new_zeros(count).index_add(0, bags, ones).clamp_min(1)[:, None]
 
 
+def _compared(rows: Tensor, first: Tensor) -> Tensor:
+    """Rows by which maxima of bags are found: torch asks of each but a bag's `first` whether it is larger, so that a
+    NaN is the maximum there alone."""
+    return torch.where(rows.isnan() & ~first, -torch.inf, rows)
+
+
 def _most(rows: Tensor, counted: Tensor | None, bags: Tensor, count: int) -> Tensor:
     """Maxima in bags, whose gradient is that of the first that is as large; 0 in those that have nothing."""
-    here = rows if counted is None else torch.where(counted[:, None], rows, -torch.inf)
-    none, bag = rows.new_zeros((count, rows.shape[1])), bags[:, None].expand_as(rows)
-    most = none.scatter_reduce(0, bag, here.detach(), "amax", include_self=False)
-    size = rows.shape[0]
-    places = torch.arange(size, device=rows.device)[:, None].expand_as(rows)
-    places = torch.where(here == most.index_select(0, bags), places, size)
-    first = torch.full_like(most, size, dtype=torch.int64).scatter_reduce(0, bag, places, "amin")
+    size, none = rows.shape[0], rows.new_zeros((count, rows.shape[1]))
     if type(size) is int and not size:
-        return most
+        return none
+    places = torch.arange(size, device=rows.device)
+    of_bags = torch.full((count,), size, device=rows.device, dtype=torch.int64)
+    begins = of_bags.scatter_reduce(0, bags, places if counted is None else torch.where(counted, places, size), "amin")
+    is_first = (places == begins.index_select(0, bags))[:, None]
+    here = _compared(rows, is_first)
+    here = here if counted is None else torch.where(counted[:, None], here, -torch.inf)
+    bag = bags[:, None].expand_as(rows)
+    most = none.scatter_reduce(0, bag, here.detach(), "amax", include_self=False)
+    is_most = (here == most.index_select(0, bags)) | (here.isnan() & is_first)
+    firsts = of_bags[:, None].expand_as(most)
+    first = firsts.scatter_reduce(0, bag, torch.where(is_most, places[:, None], size), "amin")
     most = torch.where(first < size, here.gather(0, first.clamp(max=size - 1)), most)
-    if counted is None:
-        return most
-    some = rows.new_zeros(count).index_add(0, bags, counted.to(rows.dtype))[:, None] > 0
-    return torch.where(some, most, 0)
+    return most if counted is None else torch.where(begins[:, None] < size, most, 0)
 
 
 def _of_padding_from_0(*given: Any) -> tuple[Tensor, ...]:

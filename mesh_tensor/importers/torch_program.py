@@ -33,6 +33,7 @@ from .imported import JOINT
 from .torch_exact import interpreted
 
 CONSTANTS = {InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
+_aten = torch.ops.aten
 _INPUTS = {InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
 _WRITTEN = {OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION}
 _RESULTS = {OutputKind.USER_OUTPUT, *_WRITTEN, *JOINT}
@@ -64,6 +65,14 @@ def check_program(program: torch.export.ExportedProgram) -> None:
         refuse(effects, where="the exported program", fix="leave out what prints, or keeps objects")
     if narrow := list(_of_8_bits(program)):
         refuse(narrow, where="the exported program", why="modules have no such numbers", fix="give them as bfloat16")
+    if written := [str(spec.target) for spec in specs.output_specs if spec.kind == OutputKind.USER_INPUT_MUTATION]:
+        refuse(
+            [f"the program writes its input {name!r}" for name in written],
+            where="the exported program",
+            why="inputs are the caller's: on a mesh they lie in tiles, which are not written back",
+            fix=f"take a copy in its forward, {written[0]} = {written[0]}.clone(), and return what callers need of it;"
+            " or register what is kept from call to call as a buffer, which runs keep on the mesh",
+        )
     problems = [*map(_wrong_result, specs.output_specs), *map(_wrong_input, specs.input_specs)]
     problems += _closed_sizes(program)
     targets = {spec.target for spec in specs.input_specs}
@@ -108,37 +117,6 @@ def dtypes_inside(program: torch.export.ExportedProgram) -> set[torch.dtype]:
     """The dtypes of all that the program computes, under autocast, too."""
     made = (leaf for node in operators(program) for leaf in pytree.tree_leaves(node.meta.get("val")))
     return {leaf.dtype for leaf in made if isinstance(leaf, torch.Tensor)}
-
-
-def refuse_autocast(program: torch.export.ExportedProgram) -> None:
-    """Refuse a program that was recorded under autocast without saying so: its operators give, of operands in float32
-    alone, what only autocast makes of them."""
-    own = program.graph.nodes  # those under an autocast that the model enters are in a graph of their own
-    found = [node for node in own if node.target in _CAST and _is_narrowed(node)]
-    if found:
-        refuse(
-            [
-                f"torch operator {n.target} takes float32 and gives {n.meta['val'].dtype} (value {n.name!r})"
-                for n in found[:4]
-            ],
-            where="the exported program",
-            why="it was recorded under torch.autocast, of which the program knows nothing",
-            fix="enter torch.autocast in the model's forward, or convert the model: model.to(torch.bfloat16)",
-        )
-
-
-_aten = torch.ops.aten
-_CAST = {
-    *(_aten.linear.default, _aten.matmul.default, _aten.mm.default, _aten.bmm.default, _aten.addmm.default),
-    *(_aten.baddbmm.default, _aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default),
-    *(_aten.scaled_dot_product_attention.default, _aten.einsum.default),
-}
-
-
-def _is_narrowed(node: torch.fx.Node) -> bool:
-    taken = [operand.meta.get("val") for operand in node.all_input_nodes]
-    floats = {value.dtype for value in taken if isinstance(value, torch.Tensor) and value.is_floating_point()}
-    return floats == {torch.float32} and node.meta["val"].dtype in (torch.float16, torch.bfloat16)
 
 
 def _effects(program: torch.export.ExportedProgram) -> list[str]:

@@ -15,6 +15,7 @@ from mesh_tensor.base.errors import listing, refuse
 from mesh_tensor.base.mesh import Mesh
 
 from .imported import ImportedModule
+from .torch_autocast import under_autocast
 from .torch_import import import_torch
 from .torch_program import written_buffers
 
@@ -54,7 +55,7 @@ def from_torch_rank(
     if written := [one.target for one in written_buffers(program)]:
         refuse(f"the program writes {listing(written)}", where="from_torch_rank", fix="export it in eval mode")
     by_name = {name: _axes(name, axes, mesh) for name, axes in groups.items()}
-    local = import_torch(program, False, by_name)
+    local = import_torch(under_autocast(program), False, by_name)
     func = local.mod["main"]
     ours = {local.names.get(name, name): layout for name, layout in shardings.items()}
     params = {param.name_hint: param for param in func.params}

@@ -228,8 +228,13 @@ def left_by(
         return
     waiting = {i: pending[node.inputs[i]] for i in taken}
     owned = taken_by_owners(node, rule, decision, waiting, ())
-    for value, factors in zip(node.outputs, rule.outputs, strict=True):
-        yield value, owned or Pending(waiting[min(taken)].parts, kept(rule, waiting, factors))
+    parts = waiting[min(taken)].parts
+    for value, factors, produced in zip(node.outputs, rule.outputs, decision.produced, strict=True):
+        if owned or not produced.partial:
+            yield value, owned or Pending(parts, kept(rule, waiting, factors))
+        else:
+            every = {**dict(parts), **dict(produced.partial)}
+            yield value, Pending(tuple([(axis, every[axis]) for axis in produced.mesh.in_order(every)]))
 
 
 def taken_of(
@@ -261,11 +266,16 @@ def taken_of(
 
 
 def _is_linear(node: Node, rule: NodeRule, decision: Decision, waiting: Mapping[int, Pending]) -> bool:
-    """Whether the node is linear in what waits, or only moves it, and adds nothing to it that waits."""
+    """Whether the node is linear in what waits, or only moves it, and adds nothing to it that waits. Sums that it makes
+    over other axes are completed with those that wait, later."""
     (parts,) = {left.parts for left in waiting.values()}
     finite = any(left.owner is not None and not left.owner.zero for left in waiting.values())
-    if finite or any(s.partial for s in decision.produced) or any(axis in decision.split for axis, _ in parts):
+    if finite or any(axis in decision.split for axis, _ in parts):
         return False
+    if more := [op for layout in decision.produced for _, op in layout.partial]:
+        only = all(left.owner is None for left in waiting.values()) and not any(n.partial for n in decision.needed)
+        if not only or any(op != "sum" for _, op in parts) or any(op != "sum" for op in more):
+            return False
     sums, all_wait = all(op == "sum" for _, op in parts), len(waiting) == len(node.inputs)
     terms = {i for i, needed in enumerate(decision.needed) if needed.partial and i not in waiting}  # of one device
     together = frozenset(waiting) | terms

@@ -45,7 +45,7 @@ class _Swaps:
         self._makers = {
             step.outputs[0]: step for step in made.steps if step.node is not None and step.node.call.name in _REPEATING
         }
-        # By value, layout, dtype and scopes: when it was made so, and as what.
+        # By value, layout, dtype and scopes: when it was made, or taken last, and as what.
         self._known: dict[tuple[Value, Sharding, str, Scopes], tuple[int, Form]] = {}
         self._shared = Counter(key for step in made.steps if _gathers(step) for key in self._ways(step))
         self._products = 0
@@ -72,8 +72,11 @@ class _Swaps:
         (source,), axes = runs[0].inputs, step.move.axes
         (dim,) = {p.dim for axis in axes if isinstance(p := source.sharding.placement(axis), Shard)}
         sharding = _without(source.sharding, axes)
-        at, whole = self._known.get((source.value, sharding, source.dtype, step.scopes), (0, None))
-        if whole is None or self._products - at > _AGAIN:
+        key = source.value, sharding, source.dtype, step.scopes
+        at, whole = self._known.get(key, (0, None))
+        if whole is not None and self._products - at <= _AGAIN:
+            self._known[key] = self._products, whole
+        else:
             whole = self._form(source, sharding)
             move = replace(step.move, after=sharding, src_dim=dim)
             yield from self._noted(Change(source, whole, step.scopes, move, step.reason))

@@ -1,6 +1,6 @@
-"""Operators that torch has as one: products with a transposed matrix, and with a bias, and the gradients of a softmax
-and of its logarithm. What lies between them is never made, unless others use it. A transpose that undoes another is
-what that was made of.
+"""Operators that torch has as one: products with a transposed matrix; products and convolutions with a bias, which is
+added before they are rounded to 16 bits; and the gradients of a softmax and of its logarithm. What lies between them is
+never made, unless others use it. A transpose that undoes another is what that was made of.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mesh_tensor.base.dtypes import is_float
+from mesh_tensor.base.dtypes import TensorType, is_float
 from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.conv import CONV_ADD
 from mesh_tensor.rules.operator.linear_algebra import LINEAR, MATMUL_ADD
 from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 
 from .program import ProgramValue
 from .steps import OpStep, Step
+
+#: From products to what they are with a bias.
+_WITH_BIAS = {"matmul": MATMUL_ADD, LINEAR: LINEAR, **CONV_ADD}
 
 
 def fused(steps: Sequence[Step], values: Mapping[str, ProgramValue], lasting: Collection[str]) -> list[Step]:
@@ -87,14 +91,14 @@ class _Fuser:
         return replace(step, call=self._known[key], args=(step.args[0], source))
 
     def _with_bias(self, step: OpStep, number: int, made: list[Step | None]) -> OpStep:
-        """A sum of a product and a bias, as one; the product is not made before."""
+        """A sum of a product, or a convolution, and a bias, as one; the product is not made before."""
         if not _is_plain(step, "add") or len(step.args) != 2:
             return step
         for position in (0, 1):
-            product = self._maker(step.args[position], "matmul") or self._maker(step.args[position], LINEAR)
+            made_by = (self._maker(step.args[position], name) for name in _WITH_BIAS)
+            product = next((one for one in made_by if one is not None), None)
             if product is not None and self._may_add(product, step, position, number):
-                name = LINEAR if product.step.call.name == LINEAR else MATMUL_ADD
-                call = self._with(name, product.step.call, step.call, position)
+                call = self._with(_WITH_BIAS[product.step.call.name], product.step.call, step.call, position)
                 made[product.at] = None
                 self._uses[step.args[position]] = 0
                 args = (*product.step.args, step.args[1 - position])
@@ -173,10 +177,10 @@ class _Fuser:
         (out,) = call.outputs
         return (
             len(call.inputs) == 2
-            and _is_linear(call)
+            and (bias.shape == out.shape[-1:] if _is_linear(call) else _is_bias(bias, call))
             and (out,) == step.call.outputs
             and step.call.inputs[position] == out
-            and (bias.shape, bias.dtype) == (out.shape[-1:], out.dtype)
+            and bias.dtype == out.dtype
             and self._uses[step.args[position]] == 1
             and self._follows(product, number)
         )
@@ -239,8 +243,22 @@ def _is_softmax(product: OpCall, total: OpCall, parts: OpCall) -> bool:
 
 def _is_linear(call: OpCall) -> bool:
     """Whether it is a product with one matrix, of floats of one dtype."""
+    if call.name in CONV_ADD:
+        return False
     dtypes = {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
     return call.inputs[0].ndim > 0 and call.inputs[1].ndim == 2 and len(dtypes) == 1 and is_float(dtypes.pop())
+
+
+def _is_bias(bias: TensorType, call: OpCall) -> bool:
+    """Whether it is one number per channel of a convolution of floats of one dtype, whose dims are in torch's order."""
+    if call.name not in CONV_ADD:
+        return False
+    channels = [1] * bias.ndim
+    channels[1:2] = call.outputs[0].shape[1:2]
+    dtypes = {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
+    first = (call.attr("data_layout"), call.attr("out_layout") or call.attr("data_layout"))
+    plain = all(layout.startswith("NC") for layout in first) and call.attr("kernel_layout").startswith("OI")
+    return plain and list(bias.shape) == channels and len(dtypes) == 1 and is_float(dtypes.pop())
 
 
 def _order(call: OpCall) -> list[int]:

@@ -45,6 +45,30 @@ def test_trains_as_torch_does(asked):
     assert kinds == {"all_reduce"}  # of gradients: activations stay where they are
 
 
+def test_recorded_under_autocast():
+    torch.manual_seed(0)
+    model, x, y = (
+        nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 8)),
+        torch.randn(12, 12),
+        torch.arange(12) % 8,
+    )
+    theirs = copy.deepcopy(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step = mt.training_step(model, F.cross_entropy, (x, y), optimizer="sgd", lr=0.5)
+    run = mt.distribute_module(step, {"data": 2}, {step.mod["main"].params[0].name_hint: {"data": 0}})
+    found = [run(x, y).item() for _ in range(3)]
+    optimizer, losses = torch.optim.SGD(theirs.parameters(), lr=0.5), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(F.cross_entropy(theirs(x), y))
+        losses[-1].backward()
+        optimizer.step()
+    exact = F.cross_entropy(copy.deepcopy(model)(x), y).item()
+    assert found == pytest.approx([loss.item() for loss in losses], rel=1e-3)
+    assert found[0] != pytest.approx(exact, rel=1e-6)  # it is in 16 bits
+
+
 class Beside(nn.Module):
     """Of its loss, a small part alone is computed in 16 bits."""
 

@@ -1,6 +1,7 @@
 """What can't be imported is refused by name."""
 
 import importlib
+import io
 
 import onnx
 import pytest
@@ -12,6 +13,7 @@ import mesh_tensor as mt
 from mesh_tensor.importers import torch_ops
 from mesh_tensor.importers.imported import refuse_differences
 from tests.importers.models import Function
+from tests.importers.test_frontends_onnx import X, save
 from tests.refusals import refusal
 
 
@@ -95,9 +97,11 @@ def test_results_that_differ(monkeypatch):
     assert "example inputs" in text
 
 
-@pytest.mark.parametrize(("found", "exact", "is_wrong"), [(1.002, 1.0005, False), (1.002, 1.0, True), (1.2, 0.9, True)])
+@pytest.mark.parametrize(
+    ("found", "exact", "is_wrong"), [(1.002, 1.0005, False), (1.002, 1.0, True), (1.2, 0.9, True), (1.2, 1.2001, False)]
+)
 def test_float64_tells_what_rounding_changes(found, exact, is_wrong):
-    """What torch's own result is off, another may be, too; but little."""
+    """What torch's own result is off, another may be, too; but little. One that is right is so whatever torch's is."""
 
     def compared():
         results, expected, wide = torch.tensor(found), [torch.tensor(1.0)], [torch.tensor(exact, dtype=torch.float64)]
@@ -115,7 +119,28 @@ def test_written_inputs():
         def forward(self, x):
             return x.add_(1)
 
-    assert "the program writes 'x' (user_input_mutation)" in refused(Adds(), torch.randn(4, 4))
+    class Copies(Adds):
+        def forward(self, x):
+            x = x.clone()
+            return super().forward(x), x
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(4, 4))
+
+        def forward(self, x):
+            return self.kept.add_(x)
+
+    text, x = refused(Adds(), torch.randn(4, 4)), torch.randn(4, 4)
+    assert "the program writes its input 'x'" in text
+    assert "x = x.clone()" in text
+    assert "as a buffer" in text
+    run = mt.distribute_module(mt.from_torch(torch.export.export(Copies(), (x,))), {"d": 2}, {"x": {"d": 0}})
+    torch.testing.assert_close(run(x), (x + 1, x + 1))
+    run = mt.distribute_module(mt.from_torch(torch.export.export(Keeps(), (x,))), {"d": 2}, {"x": {"d": 0}})
+    assert torch.equal(run(x), x)
+    assert torch.equal(run(x), x + x)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +222,24 @@ def test_onnx_file(tmp_path):
     (tmp_path / "bad.onnx").write_bytes(b"no model")
     with pytest.raises(mt.MeshTensorError, match="is no valid ONNX model"):
         mt.from_onnx(tmp_path / "bad.onnx")
+    with pytest.raises(mt.MeshTensorError, match="^a bytes is no valid ONNX model"):
+        mt.from_onnx(b"no model")
+    with pytest.raises(mt.MeshTensorError, match="a dict is no ONNX model(?s:.*)an onnx.ModelProto"):
+        mt.from_onnx({"model": 1})
+    with pytest.raises(mt.MeshTensorError, match="a StringIO, whose read.. gives 'text' is no ONNX model"):
+        mt.from_onnx(io.StringIO("text"))
+
+
+def test_onnx_tensors_in_files_of_their_own(tmp_path):
+    (expected,) = save(tmp_path / "model.onnx", "Add", {"x": X}, {"w": X})
+    onnx.save(onnx.load(tmp_path / "model.onnx"), tmp_path / "apart.onnx", save_as_external_data=True, size_threshold=0)
+    assert torch.equal(
+        mt.run_sequential(mt.from_onnx(tmp_path / "apart.onnx").mod, [torch.from_numpy(X)] * 2), expected
+    )
+    without = onnx.load(tmp_path / "apart.onnx", load_external_data=False)
+    for given in (without, without.SerializeToString()):
+        with pytest.raises(mt.MeshTensorError, match="the tensors .w. lie in files beside(?s:.*)pass the path"):
+            mt.from_onnx(given)
 
 
 @pytest.mark.parametrize(

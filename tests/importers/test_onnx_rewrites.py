@@ -76,25 +76,53 @@ def test_zeros_over_their_norm_are_zeros(tmp_path, p):
     torch.testing.assert_close(result, torch.nn.functional.normalize(x, p, dim=1))
 
 
-@pytest.mark.parametrize(("pad", "begin"), [("SAME_LOWER", 1), ("SAME_UPPER", 0)])
-def test_pools_whose_strides_leave_elements_over(tmp_path, pad, begin):
-    """onnx's reference pads on the other side."""
-    save(tmp_path / "model.onnx", "MaxPool", {"x": X}, {}, kernel_shape=[3], strides=[2], auto_pad=pad)
-    module, x = mt.from_onnx(tmp_path / "model.onnx", check=False), torch.from_numpy(X)
-    padded = torch.nn.functional.pad(x, (begin, 1 - begin), value=-torch.inf)
-    result = mt.distribute_module(module, {"a": 2}, {"x": {"a": 0}})(x)
-    torch.testing.assert_close(result, torch.nn.functional.max_pool1d(padded, 3, 2))
+def _ends(size, window, step, apart, pad):
+    """By ONNX's documents: as many windows as steps begin, the odd element of padding at the end that `pad` says."""
+    missing = max(0, (-(-size // step) - 1) * step + (window - 1) * apart + 1 - size) if pad != "VALID" else 0
+    return (missing // 2, -(-missing // 2)) if pad == "SAME_UPPER" else (-(-missing // 2), missing // 2)
 
 
-@pytest.mark.parametrize(("op", "power"), [("AveragePool", 1), ("LpPool", 2)])
-def test_pools_whose_windows_have_holes(tmp_path, op, power):
-    """onnx's reference has other sizes of some. Windows of 3 elements, 2 apart, lie over 5."""
-    given = {"kernel_shape": [3], "dilations": [2], "strides": [2], "auto_pad": "SAME_UPPER", "opset": 19}
-    save(tmp_path / "model.onnx", op, {"x": X}, {}, **given, **({"count_include_pad": 1} if power == 1 else {}))
-    module, x = mt.from_onnx(tmp_path / "model.onnx", check=False), torch.from_numpy(X)
-    windows = torch.nn.functional.pad(x, (1, 2)).unfold(2, 5, 2)[..., ::2] ** power
-    expected = windows.mean(-1) if power == 1 else windows.sum(-1).sqrt()
-    torch.testing.assert_close(mt.distribute_module(module, {"a": 2}, {"x": {"a": 0}})(x), expected)
+@pytest.mark.parametrize("pad", ["SAME_LOWER", "SAME_UPPER", "VALID"])
+@pytest.mark.parametrize("op", ["MaxPool", "AveragePool", "LpPool", "Conv"])
+@pytest.mark.parametrize(
+    ("window", "steps", "apart", "counts"),
+    [
+        ([3, 2], [2, 3], [1, 1], 0),
+        ([4, 3], [1, 2], [1, 1], 1),
+        ([3, 2], [3, 2], [2, 3], 1),
+        ([1, 4], [3, 1], [1, 2], 0),
+    ],
+)
+def test_paddings_that_follow_from_sizes(op, pad, window, steps, apart, counts):
+    """The import's check among them, in which onnx's own reference pads the other side of maxima, or can't run."""
+    image = RANDOM.standard_normal((2, 4, 9, 8)).astype("float32")
+    options = {"kernel_shape": window, "strides": steps, "auto_pad": pad, "dilations": apart}
+    options |= {"count_include_pad": counts} if op == "AveragePool" else {}
+    weight = RANDOM.standard_normal((3, 4, *window)).astype("float32")
+    ends = [_ends(*one, pad) for one in zip((9, 8), window, steps, apart, strict=True)]
+    x, around = torch.from_numpy(image), [size for end in reversed(ends) for size in end]
+
+    def windows(x, fill=0.0):
+        padded = torch.nn.functional.pad(x, around, value=fill)
+        for dim, (size, step, far) in enumerate(zip(window, steps, apart, strict=True), 2):
+            padded = padded.unfold(dim, (size - 1) * far + 1, step)[..., ::far]
+        return padded.flatten(-2)
+
+    ones = windows(torch.ones_like(x), float(counts))
+    expected = {
+        "MaxPool": lambda: windows(x, -torch.inf).amax(-1),
+        "AveragePool": lambda: windows(x).sum(-1) / ones.sum(-1),
+        "LpPool": lambda: windows(x).square().sum(-1).sqrt(),
+        "Conv": lambda: torch.einsum("ncijk,ock->noij", windows(x), torch.from_numpy(weight).flatten(2)),
+    }[op]()
+    weights = [numpy_helper.from_array(weight, "weight")] if op == "Conv" else []
+    node = helper.make_node(op, ["x", "weight"][: 1 + len(weights)], ["y"], **options)
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, t.shape) for n, t in {"x": x, "y": expected}.items()]
+    graph = helper.make_graph([node], "graph", values[:1], values[1:], weights)
+    module = mt.from_onnx(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=8))
+    for layout in ({"x": {"a": 0}}, {"x": {"a": 2}}):
+        found = mt.distribute_module(module, {"a": 2}, layout, poison=True)(x)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_pools_whose_sizes_are_not_settled(tmp_path):

@@ -120,3 +120,39 @@ def test_places_that_are_in_no_bag_are_refused() -> None:
     run = mt.distribute_module(mt.from_torch(torch.export.export(model, arguments)), {"x": 2}, {})
     with pytest.raises(mt.MeshTensorError, match="indices from 0"):
         run(arguments[0], _offsets(1, 4))
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("arguments", [
+    (torch.tensor([[8, 1, 2], [1, 8, 2], [3, 8, 1], [8, 8, 8], [3, 3, 3], [1, 3, 8]]),),
+    (torch.tensor([8, 1, 2, 1, 8, 3, 3, 8, 1, 3]), _offsets(0, 3, 3, 5, 9, 10)),
+    (torch.tensor([3, 8, 1]), _offsets(0, 1)),
+])  # fmt: skip
+def test_a_nan_is_a_maximum_where_it_comes_first(padding: int | None, arguments: tuple[torch.Tensor, ...]) -> None:
+    """Torch compares: it takes a bag's first row, then each that is larger."""
+    with_end = len(arguments) == 2 and len(arguments[1]) > 2
+    model = _Bags(mode="max", padding_idx=padding, include_last_offset=with_end)
+    model.table.data[8, :4] = torch.nan
+    expected = model(*arguments)[1].detach()
+    assert expected.isnan().any()
+    assert not expected.isnan().all()
+    imported = mt.from_torch(torch.export.export(model, arguments))
+    for layouts in _LAYOUTS:
+        _, found = mt.distribute_module(imported, {"x": 2}, layouts)(*arguments)
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    if len(arguments) == 1 or with_end:
+        model.table.grad = None
+        bags = model(*arguments)[1].nan_to_num()
+        weighed = torch.autograd.grad(bags.sum(), model.table)[0]
+
+        class Loss(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = model
+
+            def forward(self, *given: torch.Tensor) -> torch.Tensor:
+                return self.inner(*given)[1].nan_to_num().sum()
+
+        made = mt.gradient(mt.from_torch(torch.export.export(Loss(), arguments)))
+        _, (gradient,) = mt.distribute_module(made, {"x": 2}, {"inner.table": {"x": 0}})(*arguments)
+        torch.testing.assert_close(gradient, weighed)

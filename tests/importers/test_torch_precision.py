@@ -1,5 +1,7 @@
 """Models that compute in several dtypes: as torch does, or refused by name."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -79,12 +81,80 @@ def test_norms_under_autocast(norm, name):
     assert not any(isinstance(step, CollectiveStep) for step in run.program.steps)
 
 
-def test_recorded_under_autocast():
+class Recorded(nn.Module):
+    """Parts under no_grad, under another autocast and under none; a buffer that is written, an input and None given."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.own = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x):
+        wide = self.down(F.gelu(self.up(x)))
+        with torch.no_grad():
+            fixed = self.up(x)
+        with torch.autocast("cpu", enabled=False):
+            exact = self.own(wide.float())
+        with torch.autocast("cpu", dtype=torch.float16):
+            other = self.own(x)
+        self.seen += wide.float().mean(0)
+        return self.norm(wide), fixed, exact, other, wide.prod(-1), torch.cat([wide, x]), x, None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", [{"x": {"d": 0}}, {"up.weight": {"d": 0}, "down.weight": {"d": 1}}])
+def test_recorded_under_autocast(dtype, layout):
+    torch.manual_seed(0)
+    model, x = Recorded(), torch.randn(6, 8)
+    with torch.autocast("cpu", dtype=dtype):
+        program = torch.export.export(model, (x,))
+        expected = copy.deepcopy(model)(x)
+    run = mt.distribute_module(mt.from_torch(program), {"d": 2}, layout)
+    found = run(x)
+    assert found[-1] is None
+    assert [one.dtype for one in found[:-1]] == [one.dtype for one in expected[:-1]]
+    assert [one.dtype for one in found[1:4]] == [dtype, torch.float32, torch.float16]
+    for one, other in zip(found[:-1], expected[:-1], strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.up(x))
+
+
+def test_dropout_recorded_under_autocast():
+    torch.manual_seed(0)
+    model, x = Dropping(), torch.randn(64, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        module, whole = mt.from_torch(torch.export.export(model, (x,))), 2 * model.up(x)
+    found = mt.distribute_module(module, {"d": 2}, {"x": {"d": 0}})(x, torch.tensor(3))
+    assert found.dtype == torch.bfloat16
+    kept = found != 0
+    assert 0.4 < float(kept.float().mean()) < 0.6
+    torch.testing.assert_close(found[kept], whole[kept])
+
+
+def test_recorded_under_several_autocasts():
+    """Dtypes that no one autocast gives, which a graph that somebody has changed may have."""
     model, x = Block().eval(), torch.randn(2, 3, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         program = torch.export.export(model, (x,))
+    linear, other = [n for n in program.graph.nodes if n.target is torch.ops.aten.linear.default]
+    narrow, wide = linear.meta["val"], other.meta["val"]
+    other.meta["val"] = wide.to(torch.float32)
     said = r"aten.linear.default takes float32 and gives torch.bfloat16 \(value 'linear'\)"
-    with pytest.raises(mt.MeshTensorError, match=f"{said}(?s:.*)recorded under torch.autocast"):
+    with pytest.raises(mt.MeshTensorError, match=f"{said}(?s:.*)gave torch.float32, not torch.bfloat16 .*'linear_1'"):
+        mt.from_torch(program)
+    other.meta["val"], linear.meta["val"] = wide, narrow.to(torch.float16)
+    with pytest.raises(
+        mt.MeshTensorError, match=r"not all of it under that of torch.float16(?s:.*)enter torch.autocast"
+    ):
         mt.from_torch(program)
 
 

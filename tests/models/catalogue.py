@@ -17,9 +17,10 @@ def architectures() -> list[Architecture]:
     from .timm_models import TIMM
     from .torchvision_models import TORCHVISION
     from .transformers_models import TRANSFORMERS
+    from .transformers_more import MORE
     from .transformers_newer import NEWER
 
-    return [*TRANSFORMERS, *NEWER, *TIMM, *TORCHVISION, *DIFFUSERS, *DIFFUSERS_NEWER]
+    return [*TRANSFORMERS, *NEWER, *MORE, *TIMM, *TORCHVISION, *DIFFUSERS, *DIFFUSERS_NEWER]
 
 
 def declare_torchvision() -> None:

@@ -268,7 +268,7 @@ def encoder(kind: str, options: dict[str, Any]) -> Made:
     return transformers.AutoModel.from_config(_config(kind, **options)), {"input_ids": ids()}
 
 
-def _pair(kind: str, options: dict[str, Any]) -> Made:
+def pair(kind: str, options: dict[str, Any]) -> Made:
     model = transformers.AutoModelForSeq2SeqLM.from_config(_config(kind, decoder_start_token_id=2, **options))
     tokens = {"input_ids": ids(), "decoder_input_ids": ids(length=6)}
     return model, tokens | ({"attention_mask": torch.ones(4, 12, dtype=torch.long)} if kind == "longt5" else {})
@@ -378,7 +378,7 @@ _OTHERS: dict[str, Callable[[], Made]] = {
 TRANSFORMERS = [
     *(Architecture("transformers", name, partial(decoder, name, what)) for name, what in _DECODERS.items()),
     *(Architecture("transformers", name, partial(encoder, name, what)) for name, what in _ENCODERS.items()),
-    *(Architecture("transformers", name, partial(_pair, name, what)) for name, what in _PAIRS.items()),
+    *(Architecture("transformers", name, partial(pair, name, what)) for name, what in _PAIRS.items()),
     *(Architecture("transformers", name, partial(image, name, *what)) for name, what in _IMAGES.items()),
     *(Architecture("transformers", name, make) for name, make in _OTHERS.items()),
 ]

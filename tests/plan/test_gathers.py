@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from tvm import relax
 
 import mesh_tensor as mt
+from benchmarks.plan_layers import Einsums as Attention
 from mesh_tensor.base.machine_presets import CPU
 from mesh_tensor.program.steps import CollectiveStep, FreeStep, OpStep, WaitStep
 from mesh_tensor.rules.operator.cost import class_of
@@ -148,3 +149,19 @@ def test_what_is_there_is_not_gathered():
     for result, expected in zip(run(x), (turned.cumsum(2), -turned), strict=True):
         torch.testing.assert_close(result, expected)
     assert "all_gather" not in kinds(run.plan)
+
+
+def test_what_each_layer_has_a_view_of_is_gathered_once_each_way():
+    """Queries, keys and values take one gather; so do their gradients, though products lie between these."""
+    torch.manual_seed(0)
+    model, x, y = Attention(16, 4).double(), *torch.randn(2, 4, 8, 16).double()
+    step = mt.training_step(model, F.mse_loss, (x, y), optimizer="sgd", lr=0.1)
+    split = {"x": {"m": 1}, "target": {"m": 1}, **{name: {"m": 1} for name in "qkv"}, "o": {"m": 0}}
+    run, theirs = mt.distribute_module(step, {"m": 4}, split), copy.deepcopy(model)
+    loss = F.mse_loss(theirs(x), y)
+    loss.backward()
+    torch.testing.assert_close(run(x, y), loss.detach())
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(run.state_dict()[name], parameter.detach() - 0.1 * parameter.grad)
+    gathered = Counter(step.src for step in _gathers(run.program))
+    assert sorted(gathered.values()) == [1, 2]  # the gradient of what the layer gives; what it takes

@@ -170,3 +170,46 @@ def test_gradient_of_log_softmax(dim, split):
     along = {0: "x", 2: "layer.weight"}.get(dim % 3)
     names = [step.call.name for step in run.program.ops]
     assert ("fused.log_softmax_backward" in names) == (along not in split)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_convolution_takes_its_bias(dims, dtype):
+    """Before it is rounded: in bfloat16, bit for bit what torch has."""
+    torch.manual_seed(0)
+    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](4, 6, 3, stride=2, padding=1, groups=2).to(dtype)
+    x = torch.randn(5, 4, *[7] * dims).to(dtype)
+    mod = mt.from_torch(torch.export.export(layer, (x,)))
+    expected = layer(x).detach()
+    for layouts in ({}, {"input": {"x": 0}}, {"input": {"x": 2}}, {"weight": {"x": 0}, "bias": {"x": 0}}):
+        run = mt.distribute_module(mod, {"x": 2}, layouts, poison=True)
+        found = run(x)
+        names = [step.call.operator for step in run.program.ops]
+        assert f"fused.conv{dims}d_add" in names
+        assert "add" not in names
+        assert torch.equal(found, expected) if dtype is torch.bfloat16 else torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_convolution_whose_channels_are_summed_by_devices_gets_its_bias_once():
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 7, 7)
+    mod = mt.from_torch(torch.export.export(layer, (x,)))
+    run = mt.distribute_module(mod, {"x": 2}, {"input": {"x": 1}, "weight": {"x": 1}}, poison=True)
+    torch.testing.assert_close(run(x), layer(x).detach())
+    names = [step.call.operator for step in run.program.ops]
+    assert "nn.conv2d" in names
+    assert names[-1] == "add"
+
+
+def test_what_is_no_bias_of_a_convolution_is_added_after_it():
+    class Other(nn.Module):
+        def forward(self, x, w, b):
+            y = nn.functional.conv2d(x, w)
+            return y + b, nn.functional.conv2d(x, w) + b[:, :1, :1], y
+
+    torch.manual_seed(0)
+    tensors = torch.randn(2, 4, 7, 7), torch.randn(5, 4, 3, 3), torch.randn(5, 5, 5)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(Other(), tensors)), {"x": 2}, {"x": {"x": 0}})
+    for found, expected in zip(run(*tensors), Other()(*tensors), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert "fused.conv2d_add" not in [step.call.operator for step in run.program.ops]

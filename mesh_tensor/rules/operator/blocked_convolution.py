@@ -9,6 +9,7 @@ from functools import cached_property
 from mesh_tensor.base.dtypes import TensorType, dtype_bits
 
 from .call import OpCall
+from .conv import CONV_ADD
 
 _FLOATS = {"float32", "bfloat16"}  # what oneDNN convolves
 _LARGE, _BATCH = 20480, 16  # elements of one image, and images, from which torch gives a convolution to oneDNN
@@ -16,7 +17,7 @@ _LARGE, _BATCH = 20480, 16  # elements of one image, and images, from which torc
 
 def is_convolution(call: OpCall) -> bool:
     """Whether it is a convolution of rows of channels, not transposed."""
-    if call.name not in ("nn.conv1d", "nn.conv2d", "nn.conv3d"):
+    if call.name not in (*CONV_ADD, *CONV_ADD.values()):
         return False
     layouts = call.attr("data_layout"), call.attr("out_layout") or call.attr("data_layout")
     return all(layout.startswith("NC") for layout in layouts)

@@ -18,6 +18,9 @@ from .rule import Dim, LocalCall, OpRule, rule, whole_rule
 _SPATIAL = "DHW"
 _EACH = (frozenset({0}), frozenset({1}))
 
+#: From convolutions to those with a bias (1, C, 1, ...), as programs have them.
+CONV_ADD = {f"nn.conv{n}d": f"fused.conv{n}d_add" for n in (1, 2, 3)}
+
 
 @rule("nn.conv1d", "nn.conv2d", "nn.conv3d", "nn.conv1d_transpose", "nn.conv2d_transpose", "nn.conv3d_transpose")
 def conv(call: OpCall) -> OpRule:

@@ -11,6 +11,7 @@ from mesh_tensor.base.machine_presets import CPU
 
 from .blocked_convolution import Convolution, is_convolution
 from .call import OpCall
+from .conv import CONV_ADD
 from .linear_algebra import GROUPED, LINEAR, LOOKED_UP, MATMUL_ADD
 from .nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 from .vjp import VJP, vjp_of
@@ -28,11 +29,11 @@ _CLASSES = {
     " nn.layer_norm nn.rms_norm nn.group_norm nn.instance_norm nn.cross_entropy_with_logits nn.nll_loss collapse_sum_to"
     " collapse_sum_like",
 }
-_CONVOLUTIONS = ("nn.conv1d", "nn.conv2d", "nn.conv3d")
+_CONVOLUTIONS = (*CONV_ADD, *CONV_ADD.values())
 _CONVOLUTION = "nn.conv2d"  # the class of all of them
 _LOOKUPS = ("take", "gather_elements", "gather_nd", "mesh.local_take", "mesh.local_gather")
 _CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
-_CLASS_OF |= dict.fromkeys((LINEAR, MATMUL_ADD, GROUPED, LOOKED_UP), "product")
+_CLASS_OF |= dict.fromkeys((LINEAR, MATMUL_ADD, GROUPED, LOOKED_UP, *CONV_ADD.values()), "product")
 _CLASS_OF |= dict.fromkeys((SOFTMAX_GRADIENT, LOG_SOFTMAX_BACKWARD), "reduce")
 
 
@@ -52,7 +53,7 @@ def count_flops(call: OpCall) -> int:
         return 2 * _labelled(call)
     if call.operator == VJP:
         return _differentiated(call)
-    if call.name.startswith("nn.conv") and len(call.inputs) > 1:
+    if (call.name.startswith("nn.conv") or call.name in CONV_ADD.values()) and len(call.inputs) > 1:
         weight = call.inputs[1]
         return 2 * call.outputs[0].elements * weight.elements // max(1, weight.shape[0])
     if call.name.startswith("nn.attention"):

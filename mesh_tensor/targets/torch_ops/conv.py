@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from mesh_tensor.base.dtypes import extreme
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.conv import CONV_ADD
 from mesh_tensor.targets.dtypes import torch_dtype, wide
 
 from .table import Function, torch_op
@@ -55,9 +56,10 @@ def _cast(call: OpCall, *tensors: Tensor) -> list[Tensor]:
     return [tensor.to(dtype) for tensor in tensors]
 
 
-@torch_op("nn.conv1d", "nn.conv2d", "nn.conv3d")
+@torch_op(*CONV_ADD, *CONV_ADD.values())
 def _conv(call: OpCall) -> Function:
-    """With an `out_dtype`, the operands are cast to it first."""
+    """With an `out_dtype`, the operands are cast to it first. A third operand is a number per channel, (1, C, 1, ...),
+    which is added."""
     to_data, to_kernel, back = _orders(call, "OI")
     n = len(call.attr("strides"))
     conv, before, after = _CONV[n], call.attr("padding")[:n], call.attr("padding")[n:]
@@ -65,11 +67,13 @@ def _conv(call: OpCall) -> Function:
     widths = _widths(before, after)
     strides, dilation, groups = call.attr("strides"), call.attr("dilation"), call.attr("groups")
 
-    def convolve(x: Tensor, w: Tensor) -> Tensor:
+    def convolve(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         x, w = _cast(call, x.permute(to_data), w.permute(to_kernel))
         if not even:
             x = F.pad(x, widths)
-        return conv(x, w, None, strides, before if even else 0, dilation, groups).permute(back)
+        return conv(
+            x, w, None if bias is None else bias.reshape(-1), strides, before if even else 0, dilation, groups
+        ).permute(back)
 
     return convolve
 

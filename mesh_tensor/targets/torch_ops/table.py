@@ -16,6 +16,7 @@ import torch
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.rules.operator.call import OpCall
+from mesh_tensor.rules.operator.conv import CONV_ADD
 from mesh_tensor.rules.operator.linear_algebra import LINEAR, MATMUL_ADD
 from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
 from mesh_tensor.targets.dtypes import torch_dtype
@@ -64,7 +65,7 @@ class Place:
 ALWAYS_NEW = {
     *("matmul", "divide", "floor_divide", "mod", "floor_mod", "nn.softmax", "nn.log_softmax", "nn.layer_norm"),
     *(LINEAR, MATMUL_ADD, SOFTMAX_GRADIENT, LOG_SOFTMAX_BACKWARD),
-    *("nn.rms_norm", "nn.conv1d", "nn.conv2d", "nn.conv3d", "sum", "mean", "max", "min"),
+    *("nn.rms_norm", *CONV_ADD, *CONV_ADD.values(), "sum", "mean", "max", "min"),
 }
 NEW_IF: dict[str, Callable[[OpCall], bool]] = {}  # ... of those for which the call tells
 
