@@ -39,6 +39,7 @@ from kernels.rounds import balanced, top_k
 from kernels.schedules import (
     backwards_rows,
     causal_product,
+    chunk_sums,
     hinted_matmul,
     matmul_with_workspace,
     ragged_sums,
@@ -276,6 +277,9 @@ def _schedules() -> Iterator[PlanCase]:
     yield _case("schedules", waves_split_k, {**_MNK, "programs": 24}, rows="A0 partial1 C0", columns="B1 partial2 C1")
     yield _case("schedules", backwards_rows, {"M": 4096, "N": 4096, "block": 64}, rows="A0 B0", columns="A1 B1")
     yield _case("schedules", running_sums, {"M": 4096, "N": 1024}, rows="A0 B0")
+    chunks = {"batch": 4, "chunks": 64, "heads": 16, "width": 128, "group": 4, "chunk": 64}
+    heads = "A2 scale1 B2"
+    yield _case("schedules", chunk_sums, chunks, batch="A0 scale0 B0", sequence="A1 B1", heads=heads, columns="A3 B3")
     causal = {"rows": 4096, "dim": 256, "block": 64}
     for start in ("row", "zero", "on", "back"):
         yield _case(
