@@ -428,8 +428,10 @@ def _neighbourhoods() -> Iterator[PlanCase]:
     yield _case("neighbours", labelled_cross_entropy, {"rows": 4096, "classes": 65536}, rows=rows, classes=classes)
     sliding = {"seq": 16384, "dim": 64, "window": 512}
     rows = ("Q0 K0 V0 Out0", "the keys and values just before the tile's", 0, 2 * 512 * 64 * 4)
-    yield _case("neighbours", sliding_attention, sliding, rows=rows)
-    yield _case("neighbours", sliding_attention, {**sliding, "bounds": True}, rows=rows)
+    for bounds in (False, True):
+        yield _case("neighbours", sliding_attention, {**sliding, "bounds": bounds}, rows=rows)
+    rows = ("Q0 K0 V0 Out0", "those from the start of the first block that counts", 0, 2 * (512 + 63) * 64 * 4)
+    yield _case("neighbours", sliding_attention, {**sliding, "bounds": "clamped"}, rows=rows)
     pages = {"batch": 8, "heads": 32, "pages": 1024, "table": 128, "dim": 64}
     yield _case(
         "neighbours",
