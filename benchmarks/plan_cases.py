@@ -21,7 +21,7 @@ from kernels.gemv import gemv, gevm
 from kernels.grouped_gradient import grouped_weight_gradient
 from kernels.grouped_query import grouped_decode, grouped_key_gradient, split_decode
 from kernels.indexer import index_scores
-from kernels.layer_norm import layer_norm
+from kernels.layer_norm import add_layer_norm, layer_norm
 from kernels.linear_attention import linear_attention, query_and_value_gradients, value_gradient
 from kernels.low_rank import low_rank
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
@@ -176,6 +176,8 @@ def _of_the_catalogue() -> Iterator[PlanCase]:
         "plain", softmax, norm, rows="X0 Y0", columns=("X1 Y1", "maxima and sums of the rows are reduced", 2 * 4096)
     )
     yield _case("plain", layer_norm, norm, rows="X0 Y0", columns=("X1 weight0 bias0 Y1", statistics, 2 * 4096))
+    columns = ("X1 R1 weight0 bias0 Y1 S1", statistics, 2 * 4096)
+    yield _case("plain", add_layer_norm, norm, rows="X0 R0 Y0 S0", columns=columns)
     yield _case("plain", rms_norm, norm, rows="X0 Y0", columns=("X1 weight0 Y1", statistics, 4096))
     yield _case("plain", two_pass_rms_norm, norm, rows="X0 Y0", columns=("X1 weight0 Y1", statistics, 4096))
     conv = {"N": 16, "H": 32, "W": 32, "C": 64, "F": 128, "dtype": "float32"}
