@@ -1,5 +1,5 @@
-"""Bounds tests that always hold are left out; rows that are longer than what is walked, to spare banks of memory, are as
-long as that."""
+"""Bounds tests that always hold are left out; rows longer than what is walked, to spare banks of memory, are as long as
+that."""
 
 import pytest
 import tilelang.language as T
