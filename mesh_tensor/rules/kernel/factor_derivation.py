@@ -128,10 +128,11 @@ class _Round:
         self._made = [made for made, _ in self._types.values()]
         for group in (self._kernel.func.attrs or {}).get(TOGETHER_ATTR, ()):
             nodes = [(params.get(self._kernel.params.get(str(name))), int(dim)) for name, dim in group]
-            first, *others = [self._root(self._types[node][0]) for node in nodes if node in self._types] or [None]
-            for other in others:
-                if self._root(other) is not first:
-                    self._join_if_as_long(first, self._root(other))
+            walked = [self._types[node][0] for node in nodes if node in self._types]
+            for other in walked[1:]:
+                first, second = self._root(walked[0]), self._root(other)
+                if first is not second:
+                    self._join_if_as_long(first, second)
 
     def _join_if_as_long(self, a: _Class, b: _Class) -> bool:
         """Make two classes one, the one that was first, unless their sizes differ."""
