@@ -21,7 +21,7 @@ from kernels.gemv import gemv, gevm
 from kernels.grouped_gradient import grouped_weight_gradient
 from kernels.grouped_query import grouped_decode, grouped_key_gradient, split_decode
 from kernels.indexer import index_scores
-from kernels.layer_norm import layer_norm
+from kernels.layer_norm import add_layer_norm, layer_norm
 from kernels.linear_attention import linear_attention, query_and_value_gradients, value_gradient
 from kernels.low_rank import low_rank
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
@@ -39,6 +39,7 @@ from kernels.rounds import balanced, top_k
 from kernels.schedules import (
     backwards_rows,
     causal_product,
+    chunk_sums,
     hinted_matmul,
     matmul_with_workspace,
     ragged_sums,
@@ -175,6 +176,8 @@ def _of_the_catalogue() -> Iterator[PlanCase]:
         "plain", softmax, norm, rows="X0 Y0", columns=("X1 Y1", "maxima and sums of the rows are reduced", 2 * 4096)
     )
     yield _case("plain", layer_norm, norm, rows="X0 Y0", columns=("X1 weight0 bias0 Y1", statistics, 2 * 4096))
+    columns = ("X1 R1 weight0 bias0 Y1 S1", statistics, 2 * 4096)
+    yield _case("plain", add_layer_norm, norm, rows="X0 R0 Y0 S0", columns=columns)
     yield _case("plain", rms_norm, norm, rows="X0 Y0", columns=("X1 weight0 Y1", statistics, 4096))
     yield _case("plain", two_pass_rms_norm, norm, rows="X0 Y0", columns=("X1 weight0 Y1", statistics, 4096))
     conv = {"N": 16, "H": 32, "W": 32, "C": 64, "F": 128, "dtype": "float32"}
@@ -276,6 +279,9 @@ def _schedules() -> Iterator[PlanCase]:
     yield _case("schedules", waves_split_k, {**_MNK, "programs": 24}, rows="A0 partial1 C0", columns="B1 partial2 C1")
     yield _case("schedules", backwards_rows, {"M": 4096, "N": 4096, "block": 64}, rows="A0 B0", columns="A1 B1")
     yield _case("schedules", running_sums, {"M": 4096, "N": 1024}, rows="A0 B0")
+    chunks = {"batch": 4, "chunks": 64, "heads": 16, "width": 128, "group": 4, "chunk": 64}
+    heads = "A2 scale1 B2"
+    yield _case("schedules", chunk_sums, chunks, batch="A0 scale0 B0", sequence="A1 B1", heads=heads, columns="A3 B3")
     causal = {"rows": 4096, "dim": 256, "block": 64}
     for start in ("row", "zero", "on", "back"):
         yield _case(
@@ -424,8 +430,10 @@ def _neighbourhoods() -> Iterator[PlanCase]:
     yield _case("neighbours", labelled_cross_entropy, {"rows": 4096, "classes": 65536}, rows=rows, classes=classes)
     sliding = {"seq": 16384, "dim": 64, "window": 512}
     rows = ("Q0 K0 V0 Out0", "the keys and values just before the tile's", 0, 2 * 512 * 64 * 4)
-    yield _case("neighbours", sliding_attention, sliding, rows=rows)
-    yield _case("neighbours", sliding_attention, {**sliding, "bounds": True}, rows=rows)
+    for bounds in (False, True):
+        yield _case("neighbours", sliding_attention, {**sliding, "bounds": bounds}, rows=rows)
+    rows = ("Q0 K0 V0 Out0", "those from the start of the first block that counts", 0, 2 * (512 + 63) * 64 * 4)
+    yield _case("neighbours", sliding_attention, {**sliding, "bounds": "clamped"}, rows=rows)
     pages = {"batch": 8, "heads": 32, "pages": 1024, "table": 128, "dim": 64}
     yield _case(
         "neighbours",

@@ -1,4 +1,4 @@
-"""LayerNorm over the rows of a matrix: row held in a block, and in two passes over column blocks; GroupNorm."""
+"""LayerNorm over rows: held in a block, also of a sum; in two passes over column blocks; and GroupNorm."""
 
 import tilelang.language as T
 import torch.nn.functional as F
@@ -149,6 +149,52 @@ def two_pass_layer_norm(M, N, eps=1e-5, block_M=16, block_N=64, dtype="float32",
                 T.copy(x, Y[bx * block_M, ko * block_N])
 
     return two_pass_layer_norm_kernel
+
+
+def add_layer_norm(M, N, eps=1e-5, block_M=16, dtype="float32", accum_dtype="float32"):
+    """`S = X + R` and its LayerNorm: what is squared on chip is no longer what is normalized, a copy of the sum is."""
+
+    @T.prim_func
+    def add_layer_norm_kernel(
+        X: T.Tensor((M, N), dtype),
+        R: T.Tensor((M, N), dtype),
+        weight: T.Tensor((N,), dtype),
+        bias: T.Tensor((N,), dtype),
+        Y: T.Tensor((M, N), dtype),
+        S: T.Tensor((M, N), dtype),
+    ):
+        with T.Kernel(T.ceildiv(M, block_M), threads=128) as bx:
+            x = T.alloc_fragment((block_M, N), dtype)
+            r = T.alloc_fragment((block_M, N), dtype)
+            total = T.alloc_fragment((block_M, N), accum_dtype)
+            row = T.alloc_fragment((block_M,), accum_dtype)
+            mean = T.alloc_fragment((block_M,), accum_dtype)
+            scale = T.alloc_fragment((block_M,), accum_dtype)
+            T.copy(X[bx * block_M, 0], x)
+            T.copy(R[bx * block_M, 0], r)
+            for i, j in T.Parallel(block_M, N):
+                total[i, j] = x[i, j] + r[i, j]
+            for i, j in T.Parallel(block_M, N):
+                x[i, j] = total[i, j]
+            T.reduce_sum(total, row, dim=1)
+            for i in T.Parallel(block_M):
+                mean[i] = row[i] / N
+            for i, j in T.Parallel(block_M, N):
+                total[i, j] = (total[i, j] - mean[i]) * (total[i, j] - mean[i])
+            T.reduce_sum(total, row, dim=1)
+            for i in T.Parallel(block_M):
+                scale[i] = T.rsqrt(row[i] / N + eps)
+            for i, j in T.Parallel(block_M, N):
+                r[i, j] = (x[i, j] - mean[i]) * scale[i] * weight[j] + bias[j]
+            T.copy(r, Y[bx * block_M, 0])
+            T.copy(x, S[bx * block_M, 0])
+
+    return add_layer_norm_kernel
+
+
+def add_layer_norm_reference(x, r, weight, bias, eps=1e-5):
+    """LayerNorm of x + r over the last dim, and x + r."""
+    return layer_norm_reference(x + r, weight, bias, eps), x + r
 
 
 def layer_norm_reference(x, weight, bias, eps=1e-5):

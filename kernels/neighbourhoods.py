@@ -35,7 +35,8 @@ def filter_2d_reference(a, k, stride=1):
 
 def sliding_attention(seq, dim, window, block=64, bounds=False):
     """Attention of every position to itself and the `window - 1` positions before it; blocks of keys out of its reach
-    are skipped: the loop over blocks starts with 0, or, with `bounds`, with the first that counts."""
+    are skipped: the loop over blocks starts with 0, or, with `bounds`, with the first that counts; it is as long as
+    what is left of the sequence, if that is anything, with `bounds` "clamped"."""
 
     @T.prim_func
     def sliding_attention_kernel(
@@ -57,8 +58,12 @@ def sliding_attention(seq, dim, window, block=64, bounds=False):
             T.clear(out)
             T.clear(total)
             start = T.max(0, (bx * block - window) // block)
-            skipped = 0 if bounds else start
-            for ko in T.serial(start if bounds else 0, bx + 1 - skipped):
+            skipped = 0 if bounds is True else start
+            blocks = bx + 1 - skipped
+            if bounds == "clamped":
+                skipped = T.max(0, bx * block - window) // block
+                blocks = T.max(T.ceildiv(T.min(seq, (bx + 1) * block), block) - skipped, 0)
+            for ko in T.serial(start if bounds is True else 0, blocks):
                 T.copy(K[(ko + skipped) * block : (ko + skipped + 1) * block, :], k)
                 T.copy(V[(ko + skipped) * block : (ko + skipped + 1) * block, :], v)
                 T.clear(scores)

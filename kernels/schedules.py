@@ -232,3 +232,36 @@ def matmul_with_workspace(M, N, K, block_M=16, block_N=16, block_K=16):
             T.copy(total, C[by * block_M, bx * block_N])
 
     return matmul_with_workspace_kernel
+
+
+def chunk_sums(batch, chunks, heads, width, group=2, chunk=8):
+    """`B[b, c * chunk + t, h, n]` is the sum of `A[b, c * chunk + s, h, n]` over s <= t, times `scale[b, h // group]`:
+    one dim of the grid counts through batches, chunks and heads."""
+
+    @T.prim_func
+    def chunk_sums_kernel(
+        A: T.Tensor((batch, chunks * chunk, heads, width)),
+        scale: T.Tensor((batch, -(-heads // group))),
+        B: T.Tensor((batch, chunks * chunk, heads, width)),
+    ):
+        with T.Kernel(batch * chunks * heads, threads=128) as at:
+            b = at // (chunks * heads)
+            c = at % (chunks * heads) // heads
+            h = at % heads
+            rows = T.alloc_shared((chunk, width), "float32")
+            sums = T.alloc_shared((chunk, width), "float32")
+            T.copy(A[b, c * chunk : (c + 1) * chunk, h, :], rows)
+            for n in T.Parallel(width):
+                sums[0, n] = rows[0, n] * scale[b, h // group]
+            for t in T.serial(1, chunk):
+                for n in T.Parallel(width):
+                    sums[t, n] = sums[t - 1, n] + rows[t, n] * scale[b, h // group]
+            T.copy(sums, B[b, c * chunk : (c + 1) * chunk, h, :])
+
+    return chunk_sums_kernel
+
+
+def chunk_sums_reference(a, scale, group=2, chunk=8):
+    batch, rows, heads, width = a.shape
+    scaled = a.double() * scale.double().repeat_interleave(group, 1)[:, None, :heads, None]
+    return scaled.reshape(batch, rows // chunk, chunk, heads, width).cumsum(2).reshape(a.shape).float()

@@ -102,3 +102,21 @@ def test_an_update_at_another_place():
 
     same_as_unsharded(kernel, {"x": 2, "y": 2}, {"A": {"x": 0, "y": 1}, "Y": {"x": 0}})
     assert mt.sharding_rule(kernel).factors["k"].startswith("whole")
+
+
+def test_an_update_in_a_loop_of_one_block_of_another_dim():
+    """The loop over the one block of B ran on the device that has it alone, and what else is in it, too."""
+
+    @T.prim_func
+    def kernel(B: T.Tensor((3, 4), "float32"), D: T.Tensor((3, 3), "float32"), Y: T.Tensor((3, 3), "float32")):
+        with T.Kernel(1, threads=128) as bx:
+            total = T.alloc_fragment((3, 3), "float32")
+            block = T.alloc_shared((4, 4), "float32")
+            T.fill(total, 1.0)
+            for ko in T.serial(T.ceildiv(3, 4)):
+                T.copy(B[ko * 4, bx], block)
+                for i, j in T.Parallel(3, 3):
+                    total[i, j] += D[i, ko + j] * -1.0
+            T.copy(total, Y[0, 0])
+
+    same_as_unsharded(kernel, {"x": 2, "y": 2}, {"B": {"y": 0}, "Y": {"x": 1}})

@@ -39,6 +39,14 @@ NEIGHBOURHOOD_CASES = (
         ("Out",),
     ),
     KernelCase(
+        "clamped_sliding_attention",
+        partial(sliding_attention, dim=8, window=6, block=4, bounds="clamped"),
+        partial(sliding_attention_reference, window=6),
+        ({"seq": 48}, {"seq": 28}, {"seq": 5}),
+        tensors(normal("seq 8"), normal("seq 8"), normal("seq 8")),
+        ("Out",),
+    ),
+    KernelCase(
         "sink_attention",
         partial(sink_attention, dim=8, window=6, block=4),
         partial(sink_attention_reference, window=6),

@@ -13,7 +13,13 @@ from kernels.combined import (
     one_pass_variance,
     one_pass_variance_reference,
 )
-from kernels.layer_norm import layer_norm, layer_norm_reference, two_pass_layer_norm
+from kernels.layer_norm import (
+    add_layer_norm,
+    add_layer_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+    two_pass_layer_norm,
+)
 from kernels.rms_norm import padded_rms_norm, rms_norm, rms_norm_reference, two_pass_rms_norm
 from kernels.softmax import online_softmax, softmax, softmax_reference, three_pass_softmax
 
@@ -98,6 +104,14 @@ NORM_CASES = (
             ("Y",),
         )
         for kernel, blocks in ((layer_norm, {}), (two_pass_layer_norm, {"block_N": 8}))
+    ),
+    KernelCase(
+        "add_layer_norm",
+        partial(add_layer_norm, block_M=8),
+        add_layer_norm_reference,
+        MN,
+        tensors(normal("M N"), normal("M N"), normal("N"), normal("N")),
+        ("Y", "S"),
     ),
 )
 

@@ -15,6 +15,11 @@ from .sizes import MN, MNK
 _BLOCKS = {"block_M": 8, "block_N": 8, "block_K": 8}
 _PARTS_OF_K = ({"M": 24, "N": 16, "K": 32}, {"M": 13, "N": 30, "K": 64}, {"M": 3, "N": 5, "K": 32})
 _LENGTHS = ({"batch": 4, "rows": 24, "N": 12}, {"batch": 3, "rows": 13, "N": 7}, {"batch": 1, "rows": 5, "N": 3})
+_CHUNKS = (
+    {"batch": 4, "chunks": 6, "heads": 8, "width": 6},
+    {"batch": 3, "chunks": 5, "heads": 4, "width": 7},
+    {"batch": 1, "chunks": 2, "heads": 2, "width": 3},
+)
 _ROWS = ({"rows": 48, "dim": 8}, {"rows": 30, "dim": 13}, {"rows": 7, "dim": 3})
 
 
@@ -81,6 +86,17 @@ SCHEDULE_CASES: tuple[KernelCase, ...] = (
         _LENGTHS,
         tensors(normal("batch rows N"), integers("batch", 0, "rows")),
         ("C",),
+    ),
+    KernelCase(
+        "chunk_sums",
+        schedules.chunk_sums,
+        schedules.chunk_sums_reference,
+        _CHUNKS,
+        lambda g, s: [
+            torch.randn(s["batch"], s["chunks"] * 8, s["heads"], s["width"], generator=g),
+            torch.randn(s["batch"], -(-s["heads"] // 2), generator=g),
+        ],
+        ("B",),
     ),
     KernelCase(
         "scaled_mean_matmul",

@@ -14,7 +14,7 @@ from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked, Factor
 from mesh_tensor.rules.kernel.scans import Scan
 from mesh_tensor.rules.kernel.sharding_rule import Analysis, analyse
-from mesh_tensor.rules.kernel.statements import Loop
+from mesh_tensor.rules.kernel.statements import TOGETHER_ATTR, Loop
 
 from .combine import combine, live_states
 from .cut import Workspace, cut
@@ -241,7 +241,7 @@ def _decided(
 
     Raises Blocked where what is handed on can't be."""
     if analysis is None:
-        analysis = analyse(func)
+        analysis = _together(ruled, analyse(func), whole_part, names)
         if ruled.kernel.reading.over_tiles:
             analysis = analysis.over_tiles()
     kept, fixed = whole_part.assignment, _fixed(whole_part, analysis, names, known)
@@ -249,6 +249,19 @@ def _decided(
     blocks = {axis: kept.blocks[factor] for axis in same if (factor := kept.axes[axis])} | dict(blocks)
     made = decide_part(ruled, analysis, whole, fixed, lying=lying, blocks=blocks)
     return _spread(ruled, replace(made, handed_on={**whole_part.handed_on, **handed_on}))
+
+
+def _together(ruled: Ruled, analysis: Analysis, whole_part: Part, names: _Names) -> Analysis:
+    """The analysis of a part, in which those dims are one factor that a factor of the whole walks which is split; as it
+    is, where that can't be split any more."""
+    split = [names.of(factor) for factor in _split_factors(ruled, whole_part)]
+    groups = [[f for f in analysis.factors if names.of(f) & dims and f.blocked is None] for dims in split]
+    dims = [[list(dim) for f in group for dim in f.dims] for group in groups if len(group) > 1]
+    if not dims:
+        return analysis
+    made = analyse(analysis.kernel.func.with_attr(TOGETHER_ATTR, dims))
+    found = [[f for f in made.factors if names.of(f) & of] for of in split]
+    return made if all(len(same) <= 1 and all(f.blocked is None for f in same) for same in found) else analysis
 
 
 def _fixed(

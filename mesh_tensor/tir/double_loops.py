@@ -1,7 +1,8 @@
 """Loops that are two: over two dims at once, and those that do something every n iterations.
 
 A grid's `bz` with `b = bz // heads` and `h = bz % heads` becomes the two loops that it stands for, so that each dim has
-a loop of its own; `fuse` puts those of a grid together again, over whatever extents they have by then.
+a loop of its own, and three for `b = bz // (heads * chunks)`, `h = bz // chunks % heads` and `c = bz % chunks`; `fuse`
+puts those of a grid together again, over whatever extents they have by then.
 
 `for k: {...; if (k + 1) % n == 0: promote}`, as in products that add what they have summed up to a second accumulator
 now and then, becomes `for outer: {for inner: ...; promote}`, so that nothing depends on a remainder of k; `join` makes
@@ -10,9 +11,9 @@ one loop of them again, over whatever intervals there are by then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from tvm import arith, tirx
+from tvm import arith, ir, tirx
 
 from .effects import leaves_kernel, leaves_loop, op_name
 from .linear import holds_always, loop_ranges, loops_in
@@ -20,7 +21,7 @@ from .nodes import is_const, nodes
 from .prover import Prover
 from .rewrite import call_like, sequence, statements, without_mark
 
-#: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding.
+#: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding, 0 if it has none.
 _FUSED = "mesh_tensor.fused"
 _ARITHMETIC = [
     f"tirx.{name}" for name in ("FloorDiv", "FloorMod", "Add", "Sub", "Mul", "LT", "LE", "GT", "GE", "EQ", "NE", "And")
@@ -29,12 +30,15 @@ _ARITHMETIC = [
 
 def unfuse(func: tirx.PrimFunc, *, alone: bool = False, within: bool = False) -> tirx.PrimFunc:
     """Split every grid loop of `func` that is only used as `v // c` and `v % c`, with a constant c that divides its
-    extent, or in indices that come to that: `(v * 16 + i) // 64` is `v // 4` where i is below 16. With `alone`, also
-    those that are used on their own besides; with `within`, also loops within the grid."""
+    extent, or several that divide each other, or in indices that come to that: `(v * 16 + i) // 64` is `v // 4` where i
+    is below 16. With `alone`, also those that are used on their own besides; with `within`, also loops within the
+    grid."""
     body = func.body
     if not nodes(body, tirx.FloorDiv, tirx.FloorMod):
         return func
-    for loop in _loops(body, within):
+    tried = list[tirx.Var]()
+    while loop := next((x for x in _loops(body, within) if not any(map(x.loop_var.same_as, tried))), None):
+        tried.append(loop.loop_var)
         split = _split_loop(body, loop.loop_var, alone, within)
         if split is None and any(
             loop.loop_var in _variables(node) for node in nodes(loop.body, tirx.FloorDiv, tirx.FloorMod)
@@ -50,21 +54,25 @@ def fuse(body: tirx.Stmt) -> tirx.Stmt:
 
 
 def _loops(body: tirx.Stmt, within: bool) -> list[tirx.For]:
-    """The loops of the grid and, if asked for, those `within` that only count."""
+    """The loops of the grid, also the inner ones of what was split, and, if asked for, those `within` that only
+    count."""
+    every = nodes(body, tirx.For)
+    inner = [loop.body for loop in every if _FUSED in loop.annotations]
     return [
         loop
-        for loop in nodes(body, tirx.For)
+        for loop in every
         if loop.thread_binding is not None
+        or any(map(loop.same_as, inner))
         or (within and is_const(loop.min, 0) and not loop.annotations and loop.step is None)
     ]
 
 
 def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool, within: bool) -> tirx.Stmt | None:
     """The body with two loops in place of that of `var`, or None if its variable is used otherwise."""
-    part = next(_part(loop) for loop in _loops(body, within) if loop.loop_var.same_as(var))
-    if part is None:
+    parts = next(_parts(loop) for loop in _loops(body, within) if loop.loop_var.same_as(var))
+    if not parts:
         return None
-    split = _replace_loop(body, var, part, alone)
+    split = _replace_loop(body, var, parts, alone)
     return None if any(loop.loop_var.same_as(var) for loop in _loops(split, within)) else split
 
 
@@ -83,40 +91,54 @@ def _variables(node: tirx.PrimExpr) -> list[tirx.Var]:
     return list(tirx.analysis.undefined_vars(node))
 
 
-def _part(loop: tirx.For) -> int | None:
-    """The one constant by which the loop's variable is divided, if it divides the extent."""
+def _parts(loop: tirx.For) -> list[int]:
+    """The constants by which the loop's variable is divided, the largest first, if each divides the ones before it, and
+    these the extent; else none."""
     used = [node.b for node in nodes(loop.body, tirx.FloorDiv, tirx.FloorMod) if loop.loop_var.same_as(node.a)]
-    parts = {int(by) if isinstance(by, tirx.IntImm) else 0 for by in used}
-    part = parts.pop() if len(parts) == 1 else 0
-    return part if part > 0 and isinstance(loop.extent, tirx.IntImm) and int(loop.extent) % part == 0 else None
+    parts = sorted({int(by) if isinstance(by, tirx.IntImm) else 0 for by in used}, reverse=True)
+    if not parts or parts[-1] <= 0 or not isinstance(loop.extent, tirx.IntImm):
+        return []
+    return parts if all(a % b == 0 for a, b in zip([int(loop.extent), *parts], parts, strict=False)) else []
 
 
-def _replace_loop(body: tirx.Stmt, var: tirx.Var, part: int, alone: bool) -> tirx.Stmt:
+def _replace_loop(body: tirx.Stmt, var: tirx.Var, parts: Sequence[int], alone: bool) -> tirx.Stmt:
+    inner = [loop.body for loop in nodes(body, tirx.For) if _FUSED in loop.annotations]
+
     def split(node: tirx.For) -> tirx.Stmt | None:
-        return _split(node, part, alone) if node.loop_var.same_as(var) else None
+        if not node.loop_var.same_as(var):
+            return None
+        in_grid = node.thread_binding is not None or any(x.loop_var.same_as(var) for x in inner)
+        return _split(node, parts, alone, in_grid)
 
     return tirx.stmt_functor.ir_transform(body, None, split, ["tirx.For"])
 
 
-def _split(loop: tirx.For, part: int, alone: bool) -> tirx.Stmt | None:
+def _split(loop: tirx.For, parts: Sequence[int], alone: bool, in_grid: bool) -> tirx.Stmt | None:
     """The two loops, or None where the variable is used on its own, too, and may not be."""
-    var = loop.loop_var
-    high, low = tirx.Var(f"{var.name}_div", var.dtype), tirx.Var(f"{var.name}_mod", var.dtype)
+    var, part, dtype = loop.loop_var, parts[0], loop.loop_var.dtype
+    high, low = tirx.Var(f"{var.name}_div", dtype), tirx.Var(f"{var.name}_mod", dtype)
+    analyzer = Prover()
+    analyzer.bind(low, ir.Range(tirx.IntImm(dtype, 0), tirx.IntImm(dtype, part)))
 
     def replace(expr: tirx.FloorDiv | tirx.FloorMod) -> tirx.PrimExpr | None:
         if not var.same_as(expr.a):
-            return None
-        return high if isinstance(expr, tirx.FloorDiv) else low
+            # of a digit between two others, `v // 4 % 8`, there is `(high * 8 + low // 4) % 8` by now
+            return analyzer.simplify(expr) if len(parts) > 1 and high in _variables(expr.a) else None
+        by = int(expr.b)
+        if isinstance(expr, tirx.FloorMod):
+            return low if by == part else tirx.floormod(low, by)
+        return high if by == part else high * (part // by) + tirx.floordiv(low, by)
 
     body = tirx.stmt_functor.ir_transform(loop.body, None, replace, ["tirx.FloorDiv", "tirx.FloorMod"])
     if not alone and any(var.same_as(used) for used in nodes(body, tirx.Var)):
         return None
     body = tirx.stmt_functor.substitute(body, {var: high * part + low})
-    if loop.thread_binding is None:
+    if not in_grid:
         inner = tirx.For(low, 0, part, loop.kind, _by_cases(body, low, part))
         return tirx.For(high, 0, int(loop.extent) // part, loop.kind, inner)
     inner = tirx.For(low, 0, part, tirx.ForKind.SERIAL, body)
-    marks = {**dict(loop.annotations), _FUSED: loop.thread_binding}
+    binding = tirx.IntImm("int32", 0) if loop.thread_binding is None else loop.thread_binding
+    marks = {**dict(loop.annotations), _FUSED: binding}
     return tirx.For(high, 0, int(loop.extent) // part, tirx.ForKind.SERIAL, inner, None, marks)
 
 
@@ -161,8 +183,10 @@ def _join(node: tirx.For) -> tirx.Stmt | None:
     parts = {node.loop_var: tirx.floordiv(var, inner.extent), inner.loop_var: tirx.floormod(var, inner.extent)}
     body = tirx.stmt_functor.substitute(inner.body, parts)
     marks = {key: value for key, value in node.annotations.items() if key != _FUSED}
-    kind = tirx.ForKind.THREAD_BINDING
-    return tirx.For(var, 0, node.extent * inner.extent, kind, body, node.annotations[_FUSED], marks)
+    extent, binding = node.extent * inner.extent, node.annotations[_FUSED]
+    if isinstance(binding, tirx.IntImm):
+        return tirx.For(var, 0, extent, tirx.ForKind.SERIAL, body, None, marks)
+    return tirx.For(var, 0, extent, tirx.ForKind.THREAD_BINDING, body, binding, marks)
 
 
 #: Marks the two loops that `with_intervals` made.

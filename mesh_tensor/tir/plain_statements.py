@@ -3,6 +3,7 @@ statements that say all that they compute."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +16,9 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.recent import made_once
 
 from .effects import LEAVES_ITERATION, LEAVES_KERNEL, op_name, pointers, side_effect, written
+from .linear import loop_ranges, loops_in
 from .memory import is_compact, row_strides
-from .nodes import function_name, is_const, loads, nodes, same_expression
+from .nodes import conjuncts, function_name, is_const, loads, nodes, same_expression
 from .prover import Prover
 from .rewrite import cast, exchange_buffers, sequence, statements, with_indices, with_inner
 
@@ -131,6 +133,31 @@ def _before_exit(stmt: tirx.Stmt, exits: frozenset[str]) -> list[tirx.Stmt] | No
     last = branch[-1]
     leaves = isinstance(last, tirx.Evaluate) and op_name(last.value) in exits
     return [_visit(inner, _NONE) for inner in branch[:-1]] if leaves else None
+
+
+def without_idle_guards(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same kernel without those bounds tests that always hold: of blocks that divide a dim."""
+    if not nodes(func.body, tirx.IfThenElse):
+        return func
+    analyzer, variables = loop_ranges(func.body), {loop.loop_var for loop in loops_in(func.body)}
+
+    def may_fail(condition: tirx.PrimExpr) -> bool:
+        known = not loads(condition) and variables.issuperset(tirx.analysis.undefined_vars(condition))
+        return not known or not analyzer.can_prove(condition)
+
+    def plain(guard: tirx.IfThenElse) -> tirx.Stmt | None:
+        tests = conjuncts(guard.condition)
+        left = [test for test in tests if may_fail(test)]
+        if len(left) == len(tests):
+            return None
+        return (
+            tirx.IfThenElse(functools.reduce(tirx.And, left), guard.then_case, guard.else_case)
+            if left
+            else (guard.then_case)
+        )
+
+    body = tirx.stmt_functor.ir_transform(func.body, None, plain, ["tirx.IfThenElse"])
+    return func if body.same_as(func.body) else func.with_body(body)
 
 
 def with_plain_blocks(func: tirx.PrimFunc) -> tirx.PrimFunc:

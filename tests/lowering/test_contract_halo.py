@@ -294,3 +294,11 @@ def test_what_goes_around_is_next_to_the_other_end(dim, shape):
     assert [(step.kind, step.bytes <= margin * (1.5 if shape[dim] % 2 else 1)) for step in made] == [("halo", True)]
     for mesh in ({"x": 2}, {"x": 3}, {"x": 5}):
         assert_right(func, mesh, layouts, [torch.randn(shape)], periodic_neighbours_reference)
+
+
+def test_a_window_with_several_clamped_ends_reaches_no_further_than_it_does():
+    """The loop's first block, its end and its length are each the larger or smaller of two: nothing is read behind a
+    tile, and before it the window, and what the first block has more."""
+    func = sliding_attention(16384, 64, 512, bounds="clamped")
+    made = mt.compile(mt.annotate(func, {"x": 4}, ALL), target="interpret").program.collectives
+    assert [(step.kind, step.bytes) for step in made] == [("halo", (512 + 63) * 64 * 4)] * 2

@@ -5,7 +5,8 @@ import tilelang.language as T
 import torch
 from tvm import ir
 
-from kernels.layer_norm import layer_norm
+import mesh_tensor as mt
+from kernels.layer_norm import add_layer_norm, add_layer_norm_reference, layer_norm
 from mesh_tensor.lowering.cut import cut
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.normalize import normalize
@@ -164,6 +165,28 @@ def test_parts_keep_the_factors_of_the_whole():
     result = lowered(centred(), {"x": 2, "y": 2}, {"X": {"x": 0, "y": 1}, "Y": {"x": 0, "y": 1}})
     assert outline(result) == ["kernel(X, s_w1)", "all_reduce(s_w1, sum, y)", "kernel(X, Y, s_w1.1)"]
     assert str(result.tensors["s_w1"].sharding) == "S[0], P[sum]"
+
+
+def test_dims_that_were_one_are_split_together_after_a_cut():
+    """Nothing in the part after the mean says that what is squared there is walked with what is normalized."""
+    layouts = {name: {"x": 1} for name in ("X", "R", "Y", "S")}
+    result = lowered(add_layer_norm(512, 4096, block_M=8), {"x": 2}, layouts)
+    assert [step for step in outline(result) if "all_gather" in step] == []
+    assert str(result.tensors["total_w1"].sharding) == "S[1]"
+
+
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}, {"x": 5}])
+@pytest.mark.parametrize("sizes", [(16, 32), (13, 21), (8, 3)], ids=str)
+def test_what_is_split_together_after_a_cut_is_right(mesh, sizes):
+    M, N = sizes
+    kernel = add_layer_norm(M, N, block_M=4)
+    dims = {"x": 1} | ({"y": 0} if "y" in mesh else {})
+    layouts = dict.fromkeys(("X", "R", "Y", "S"), dims)
+    x, r, weight, bias = torch.randn(M, N), torch.randn(M, N), torch.randn(N), torch.randn(N)
+    with machine(1):
+        made = mt.compile(mt.annotate(kernel, mesh, layouts), target="interpret", poison=True)
+    for found, expected in zip(made(x, r, weight, bias), add_layer_norm_reference(x, r, weight, bias), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def counted(is_updated=False):

@@ -3,9 +3,11 @@
 import pytest
 import tilelang.language as T
 import torch
+from tvm import tirx
 
 import mesh_tensor as mt
 from mesh_tensor.tir.double_loops import fuse, unfuse
+from mesh_tensor.tir.nodes import nodes
 
 
 def scale(batch, heads, width, *, extra=False):
@@ -35,6 +37,50 @@ def test_fusing_again_gives_one_bound_loop():
     assert 'T.thread_binding(24, thread="blockIdx.x")' in script
     assert "// 6" in script
     assert "% 6" in script
+
+
+def digits(batch, chunks, heads, *, by=None):
+    """One dim of the grid counts through three dims of x; `by`: what the middle one is divided by, if not by heads."""
+    by = by or heads
+
+    @T.prim_func
+    def kernel(
+        x: T.Tensor((batch, chunks, heads, 8), "float32"),
+        factor: T.Tensor((batch, chunks), "float32"),
+        out: T.Tensor((batch, chunks, heads, 8), "float32"),
+    ):
+        with T.Kernel(batch * chunks * heads, threads=32) as at:
+            row = T.alloc_fragment((8,), "float32")
+            T.copy(x[at // (chunks * heads), at // heads % chunks, at % heads, 0], row)
+            for i in T.Parallel(8):
+                row[i] = row[i] * factor[at // (chunks * heads), at % (chunks * heads) // by]
+            T.copy(row, out[at // (chunks * heads), at // heads % chunks, at % heads, 0])
+
+    return kernel
+
+
+def test_a_loop_over_three_dims_becomes_three_and_one_again():
+    func = digits(4, 5, 6)
+    split = unfuse(func).body
+    assert [int(loop.extent) for loop in nodes(split, tirx.For)[-3:]] == [6, 5, 4]
+    script = func.with_body(fuse(split)).script()
+    assert 'T.thread_binding(120, thread="blockIdx.x")' in script
+    assert "fused" not in script
+
+
+def test_a_loop_that_is_divided_by_what_divides_nothing_stays():
+    split = unfuse(digits(4, 5, 6, by=7)).body
+    assert [int(loop.extent) for loop in nodes(split, tirx.For)[-2:]] == [30, 4]
+
+
+@pytest.mark.parametrize("dims", [{"x": 0, "y": 1}, {"x": 1, "y": 2}, {"x": 2, "y": 0}, {"x": 2, "y": 2}])
+def test_each_of_three_dims_can_be_split(dims):
+    func = digits(4, 5, 6)
+    assert str(mt.sharding_rule(func)) == "x[b, h, m, n], factor[b, h] -> out[b, h, m, n]; b, h, m, n parallel"
+    kernel = mt.compile(mt.annotate(func, {"x": 2, "y": 3}, {"x": dims, "out": dims}), target="interpret", poison=True)
+    assert not any(step.bytes for step in kernel.program.steps)
+    x, factor = torch.randn(4, 5, 6, 8), torch.randn(4, 5)
+    torch.testing.assert_close(kernel(x, factor), x * factor[:, :, None, None])
 
 
 def test_a_loop_whose_variable_is_used_otherwise_stays():

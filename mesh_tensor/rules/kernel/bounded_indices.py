@@ -100,6 +100,7 @@ def deciding(statement: Statement) -> list[tirx.PrimExpr]:
 
 
 _MOST_SLOPES = 8
+_MOST_CHOICES = 4  # that cases are told apart of
 
 
 class Interval(NamedTuple):
@@ -160,24 +161,26 @@ class Distance:
             total += bounds.scaled(share)
         return self._with_opaque(total, opaque, left)
 
-    def _by_cases(self, expr: tirx.PrimExpr, slope: Fraction) -> Interval | None:
-        """Bounds of an expression with a choice of the larger or smaller: of what it is in either case, where what is
+    def _by_cases(self, expr: tirx.PrimExpr, slope: Fraction, most: int = _MOST_CHOICES) -> Interval | None:
+        """Bounds of an expression with choices of the larger or smaller: of what it is in every case, where what is
         chosen may cancel out."""
         bounds = self.bounds(expr, slope)
-        choice = next(iter(nodes(tirx.Evaluate(expr), tirx.Max, tirx.Min)), None)
+        choice = next(iter(nodes(tirx.Evaluate(expr), tirx.Max, tirx.Min)), None) if most else None
         if choice is None or bounds is None:
             return bounds
-        below, above = (
-            self._where(condition, expr, slope) for condition in (choice.a < choice.b, choice.a >= choice.b)
-        )
-        if below is None or above is None:
+        smaller = isinstance(choice, tirx.Min)
+        cases = [(choice.a < choice.b, choice.a if smaller else choice.b)]
+        cases += [(choice.a >= choice.b, choice.b if smaller else choice.a)]
+        found = [self._where(holds, _with_chosen(expr, choice, chosen), slope, most - 1) for holds, chosen in cases]
+        known = [interval for interval in found if interval is not None]
+        if len(known) < len(found):
             return bounds
-        either = below.hull(above)
+        either = known[0].hull(known[1])
         return Interval(max(bounds.low, either.low), min(bounds.high, either.high))
 
-    def _where(self, condition: tirx.PrimExpr, expr: tirx.PrimExpr, slope: Fraction) -> Interval | None:
+    def _where(self, condition: tirx.PrimExpr, expr: tirx.PrimExpr, slope: Fraction, most: int) -> Interval | None:
         with self._analyzer.constraint_scope(condition):
-            return self.bounds(self._analyzer.simplify(expr), slope)
+            return self._by_cases(self._analyzer.simplify(expr), slope, most)
 
     def _ends(
         self, expr: tirx.PrimExpr, terms: Sequence[tuple[tirx.PrimExpr, int]]
@@ -264,6 +267,15 @@ class Distance:
             yield from (slope / divisor for slope in self._slopes(term.a))
         elif op_name(term) == "tirx.if_then_else":
             yield from (*self._slopes(term.args[1]), *self._slopes(term.args[2]))
+
+
+def _with_chosen(expr: tirx.PrimExpr, choice: tirx.PrimExpr, chosen: tirx.PrimExpr) -> tirx.PrimExpr:
+    """The expression, in which a choice is what it is in one case."""
+
+    def exchange(node: tirx.PrimExpr) -> tirx.PrimExpr | None:
+        return chosen if same_expression(node, choice) else None
+
+    return tirx.stmt_functor.ir_transform(tirx.Evaluate(expr), None, exchange, ["tirx.Max", "tirx.Min"]).value
 
 
 def _divisor(expr: tirx.PrimExpr) -> int:

@@ -23,7 +23,7 @@ from mesh_tensor.tir.linear import Linear
 from .bounded_indices import beside_walks
 from .factors import Factor, goes_beyond, why_not_covered
 from .live_ranges import LiveRange, LiveRanges
-from .statements import Access, Kernel, Statement
+from .statements import TOGETHER_ATTR, Access, Kernel, Statement
 
 #: A dim of a live range.
 Node = tuple[LiveRange, int]
@@ -126,6 +126,13 @@ class _Round:
                 if (name, dim) not in self._without and buffer in params:
                     self._types[(params[buffer], dim)] = (_Class(size, [(name, dim)]), Linear({}))
         self._made = [made for made, _ in self._types.values()]
+        for group in (self._kernel.func.attrs or {}).get(TOGETHER_ATTR, ()):
+            nodes = [(params.get(self._kernel.params.get(str(name))), int(dim)) for name, dim in group]
+            walked = [self._types[node][0] for node in nodes if node in self._types]
+            for other in walked[1:]:
+                first, second = self._root(walked[0]), self._root(other)
+                if first is not second:
+                    self._join_if_as_long(first, second)
 
     def _join_if_as_long(self, a: _Class, b: _Class) -> bool:
         """Make two classes one, the one that was first, unless their sizes differ."""

@@ -27,6 +27,7 @@ from mesh_tensor.tir.plain_statements import (
     with_values_in_place,
     with_wide_counters,
     without_early_exits,
+    without_idle_guards,
 )
 from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.reducers import parts_of, without_reducers
@@ -79,7 +80,7 @@ def _normalized(source: _Source) -> tirx.PrimFunc:
     func = without_early_exits(with_plain_blocks(with_wide_counters(func)))
     body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
     func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
-    func = with_values_in_place(_inline_bindings(func))
+    func = without_idle_guards(with_values_in_place(_inline_bindings(func)))
     refuse_overflow(func)
     func = _with_plain_extents(with_plain_single_dims(func))
     func = with_early_fills(with_intervals(func))

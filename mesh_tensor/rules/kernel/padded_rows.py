@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from tvm import tirx
 
 from mesh_tensor.base.joined import Joined
-from mesh_tensor.tir.linear import vars_of
+from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.nodes import conjuncts, int_or, is_const
 
 from .statements import Access, Kernel, Loop, Statement
@@ -68,23 +68,24 @@ class PaddedRows:
                     self._need((buffer, dim), length)
         rows = {loop.var: int_or(loop.extent, 0) for loop in statement.loops if _is_plain(loop)}
         self._loops |= {var: length for var, length in rows.items() if length}
+        lengths = rows | {loop.var: int_or(loop.extent, 0) for loop in statement.loops if is_const(loop.min, 0)}
         for access in statement.accesses:
-            self._indices(access, rows, is_write=access is statement.write)
+            self._indices(access, rows, lengths, is_write=access is statement.write)
         for var, length in rows.items():
             if not self._writes_rows(statement, var):
                 self.used.add(var)
                 self._need(var, _below(statement.conditions, var, length))
 
-    def _indices(self, access: Access, rows: Mapping[tirx.Var, int], *, is_write: bool) -> None:
+    def _indices(
+        self, access: Access, rows: Mapping[tirx.Var, int], lengths: Mapping[tirx.Var, int], *, is_write: bool
+    ) -> None:
         """The access's dims on chip have the rows of the loop that walks them, or are needed as far as it goes."""
         for dim, form in enumerate(access.forms) if access.buffer in self._on_chip else ():
             var = None if form is None else form.variable
             if var is not None and rows.get(var):
                 self._join(var, (access.buffer, dim))
-            elif form is not None and not form.terms and form.const >= 0:
-                self._need((access.buffer, dim), form.const + 1)
             else:
-                self._need_all(access, [dim])
+                self._need((access.buffer, dim), _reach(form, lengths, self._on_chip[access.buffer][dim]))
                 for used in vars_of([access.indices[dim]], self._kernel.binds) if is_write else ():
                     if used in rows:
                         self._need(used, rows[used])
@@ -108,6 +109,13 @@ class PaddedRows:
 
 def _is_plain(loop: Loop) -> bool:
     return loop.kind in ("tile", "parallel") and is_const(loop.min, 0)
+
+
+def _reach(form: Linear | None, lengths: Mapping[tirx.Var, int], size: int) -> int:
+    """How many rows of a dim an index may reach, all of them where that is not known."""
+    if form is None or form.const < 0 or any(step < 0 or not lengths.get(var) for var, step in form.terms.items()):
+        return size
+    return min(size, form.const + sum(step * (lengths[var] - 1) for var, step in form.terms.items()) + 1)
 
 
 def _below(conditions: Sequence[tirx.PrimExpr], var: tirx.Var, length: int) -> int:

@@ -210,16 +210,13 @@ class Padding:
     def truth(self, condition: tirx.PrimExpr, statement: Statement) -> bool | None:
         """A condition's value where a statement is past the end, if that is known."""
         form = self.coordinates.of_statement(statement).get(self.factor)
-        if form is None:
-            return None
-        with self.kernel.analyzer.constraint_scope(statement.ranges):
-            return self._truth(condition, _Place(statement, form))
+        return None if form is None else self._truth(condition, _Place(statement, form))
 
     def content(self, live_range: LiveRange, reader: Statement | None = None) -> Content:
         """What an on-chip buffer, or a parameter, has there; where a statement reads it, or anywhere."""
         if live_range.is_param:
             return ANYTHING if live_range.buffer in self.safe else ZERO
-        writes = self.reaching.writes(live_range, reader)
+        writes = [s for s in self.reaching.writes(live_range, reader) if not self.is_skipped(s)]
         starts = [s for s in writes if s.op is None or s.fresh]
         asked = live_range, tuple(writes)
         if asked in self.active or not starts:
@@ -307,7 +304,8 @@ class Padding:
         if not self.past_the_end:
             return None
         condition, bounds = with_bounds(condition)
-        with analyzer.constraint_scope(functools.reduce(tirx.And, bounds, as_expr(place.form) >= self.factor.size)):
+        outside = functools.reduce(tirx.And, bounds, as_expr(place.form) >= self.factor.size)
+        with analyzer.constraint_scope(place.statement.ranges), analyzer.constraint_scope(outside):
             if analyzer.can_prove(condition):
                 return True
             return False if analyzer.can_prove(tirx.Not(condition)) else None

@@ -281,7 +281,8 @@ class _Judgement:
         notice."""
         if statement.write is None or statement in self.explained or statement in self.in_order:
             return
-        loops = {loop.var for loop in statement.loops if loop.var in self.vars and not self._runs_once(loop.var)}
+        # a loop that runs once may be left to the one device that has its block
+        loops = {loop.var for loop in statement.loops if loop.var in self.vars and loop.kind != "tile"}
         scope = {loop.var for loop in self._range(statement.write).scope}
         around = loops - (set() if form is None else set(form.terms)) - self.partial.accounted(statement)
         if around <= scope:

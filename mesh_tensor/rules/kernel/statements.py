@@ -217,6 +217,10 @@ def hinted_like(stmt: tirx.Stmt, body: tirx.Stmt) -> tirx.Stmt:
 #: A function attribute: `Kernel.own`.
 OWN_ATTR = "mesh_tensor_own"
 
+#: On the function of a part of a kernel: groups of dims, as (parameter, dim), that are split together, although nothing
+#: in the part says so: a factor of the whole kernel walks them.
+TOGETHER_ATTR = "mesh_tensor_together"
+
 #: Marks a loop that carries what the devices before left.
 RESUMED = "mesh_tensor.resumed"
 

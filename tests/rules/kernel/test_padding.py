@@ -2,7 +2,9 @@
 
 import pytest
 import tilelang.language as T
+import torch
 
+import mesh_tensor as mt
 from kernels.matmul import matmul
 from mesh_tensor.rules.kernel.padding import takes_whole_blocks
 
@@ -94,3 +96,49 @@ def test_a_symbolic_dim_may_have_a_short_block():
     columns = T.dynamic("columns")
     assert factor(analysis(row_blocks(lambda v, inside: v, T.reduce_sum, N=columns)), "A", 1).blocked is None
     assert factor(analysis(row_blocks(lambda v, inside: T.exp(v), T.reduce_sum, N=columns)), "A", 1).blocked
+
+
+def last_block_apart(N=40, block=16, *, beyond=0.0, stale=False):
+    """B[m] = the sum of A's row: all blocks but the last one are copied, that one is loaded element by element, with
+    `beyond` behind its end; with `stale`, it is what the block before it was."""
+    blocks = -(-N // block)
+
+    @T.prim_func
+    def func(A: T.Tensor((32, N), "float32"), B: T.Tensor((32,), "float32")):
+        with T.Kernel(4, threads=32) as bx:
+            a = T.alloc_shared((8, block), "float32")
+            b = T.alloc_fragment((8,), "float32")
+            T.clear(b)
+            if stale:
+                T.clear(a)
+            for ko in T.serial(blocks):
+                if ko < blocks - 1:
+                    T.copy(A[bx * 8, ko * block], a)
+                elif not stale:
+                    for i, j in T.Parallel(8, block):
+                        a[i, j] = T.if_then_else(ko * block + j < N, A[bx * 8 + i, ko * block + j], beyond)
+                T.reduce_sum(a, b, dim=1, clear=False)
+            T.copy(b, B[bx * 8])
+
+    return func
+
+
+def test_what_does_not_run_past_the_end_leaves_nothing_there():
+    assert factor(analysis(last_block_apart()), "A", 1).blocked is None
+    blocked = factor(analysis(last_block_apart(beyond=1.0)), "A", 1).blocked
+    assert "blocks of 16 reach past its end (40), and what is there counts" in blocked
+    assert "depends on the block" in factor(analysis(last_block_apart(stale=True)), "A", 1).blocked
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+@pytest.mark.parametrize("options", [{}, {"beyond": 1.0}, {"stale": True}], ids=["", "beyond", "stale"])
+def test_a_last_block_that_is_loaded_apart_is_summed_right(devices, options):
+    kernel = mt.annotate(last_block_apart(**options), {"x": devices}, {"A": {"x": 1}})
+    a = torch.randn(32, 40)
+    again = (
+        a[:, 16:32]
+        if options.get("stale")
+        else torch.cat([a[:, 32:], torch.full((32, 8), options.get("beyond", 0.0))], 1)
+    )
+    expected = a[:, :32].sum(1) + again.sum(1)
+    torch.testing.assert_close(mt.compile(kernel, target="interpret", poison=True)(a), expected, rtol=1e-5, atol=1e-5)
