@@ -10,7 +10,7 @@ one loop of them again, over whatever intervals there are by then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tvm import arith, tirx
 
@@ -22,6 +22,8 @@ from .rewrite import call_like, sequence, statements, without_mark
 
 #: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding.
 _FUSED = "mesh_tensor.fused"
+_DIVISIONS = ["tirx.FloorDiv", "tirx.FloorMod"]
+_PIPELINED = {"num_stages"}  # of loops within the grid, what the inner one of two keeps
 _ARITHMETIC = [
     f"tirx.{name}" for name in ("FloorDiv", "FloorMod", "Add", "Sub", "Mul", "LT", "LE", "GT", "GE", "EQ", "NE", "And")
 ]
@@ -30,7 +32,8 @@ _ARITHMETIC = [
 def unfuse(func: tirx.PrimFunc, *, alone: bool = False, within: bool = False) -> tirx.PrimFunc:
     """Split every grid loop of `func` that is only used as `v // c` and `v % c`, with a constant c that divides its
     extent, or in indices that come to that: `(v * 16 + i) // 64` is `v // 4` where i is below 16. With `alone`, also
-    those that are used on their own besides; with `within`, also loops within the grid."""
+    those that are used on their own, or divided by multiples of c, besides; with `within`, also loops within the
+    grid."""
     body = func.body
     if not nodes(body, tirx.FloorDiv, tirx.FloorMod):
         return func
@@ -39,7 +42,7 @@ def unfuse(func: tirx.PrimFunc, *, alone: bool = False, within: bool = False) ->
         if split is None and any(
             loop.loop_var in _variables(node) for node in nodes(loop.body, tirx.FloorDiv, tirx.FloorMod)
         ):
-            split = _split_loop(_simplified(body), loop.loop_var, alone, within)
+            split = _split_loop(simplified(body), loop.loop_var, alone, within)
         body = body if split is None else split
     return func if body.same_as(func.body) else func.with_body(body)
 
@@ -55,20 +58,20 @@ def _loops(body: tirx.Stmt, within: bool) -> list[tirx.For]:
         loop
         for loop in nodes(body, tirx.For)
         if loop.thread_binding is not None
-        or (within and is_const(loop.min, 0) and not loop.annotations and loop.step is None)
+        or (within and is_const(loop.min, 0) and loop.annotations.keys() <= _PIPELINED and loop.step is None)
     ]
 
 
 def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool, within: bool) -> tirx.Stmt | None:
     """The body with two loops in place of that of `var`, or None if its variable is used otherwise."""
-    part = next(_part(loop) for loop in _loops(body, within) if loop.loop_var.same_as(var))
+    part = next(_part(loop, alone) for loop in _loops(body, within) if loop.loop_var.same_as(var))
     if part is None:
         return None
     split = _replace_loop(body, var, part, alone)
     return None if any(loop.loop_var.same_as(var) for loop in _loops(split, within)) else split
 
 
-def _simplified(body: tirx.Stmt) -> tirx.Stmt:
+def simplified(body: tirx.Stmt) -> tirx.Stmt:
     """The body with indices and conditions of loop variables in a simpler form, as the loops' ranges allow."""
     analyzer, variables = loop_ranges(body), {loop.loop_var for loop in loops_in(body)}
 
@@ -83,12 +86,15 @@ def _variables(node: tirx.PrimExpr) -> list[tirx.Var]:
     return list(tirx.analysis.undefined_vars(node))
 
 
-def _part(loop: tirx.For) -> int | None:
-    """The one constant by which the loop's variable is divided, if it divides the extent."""
+def _part(loop: tirx.For, alone: bool) -> int | None:
+    """The one constant by which the loop's variable is divided, if it divides the extent; or, if the variable may be
+    used otherwise, too, the one of which the others are multiples."""
     used = [node.b for node in nodes(loop.body, tirx.FloorDiv, tirx.FloorMod) if loop.loop_var.same_as(node.a)]
     parts = {int(by) if isinstance(by, tirx.IntImm) else 0 for by in used}
-    part = parts.pop() if len(parts) == 1 else 0
-    return part if part > 0 and isinstance(loop.extent, tirx.IntImm) and int(loop.extent) % part == 0 else None
+    part = min(parts, default=0)
+    if part <= 0 or (len(parts) > 1 and not alone) or any(other % part for other in parts):
+        return None
+    return part if isinstance(loop.extent, tirx.IntImm) and int(loop.extent) % part == 0 else None
 
 
 def _replace_loop(body: tirx.Stmt, var: tirx.Var, part: int, alone: bool) -> tirx.Stmt:
@@ -104,20 +110,29 @@ def _split(loop: tirx.For, part: int, alone: bool) -> tirx.Stmt | None:
     high, low = tirx.Var(f"{var.name}_div", var.dtype), tirx.Var(f"{var.name}_mod", var.dtype)
 
     def replace(expr: tirx.FloorDiv | tirx.FloorMod) -> tirx.PrimExpr | None:
-        if not var.same_as(expr.a):
+        if not var.same_as(expr.a) or int(expr.b) != part:
             return None
         return high if isinstance(expr, tirx.FloorDiv) else low
 
-    body = tirx.stmt_functor.ir_transform(loop.body, None, replace, ["tirx.FloorDiv", "tirx.FloorMod"])
+    body = tirx.stmt_functor.ir_transform(loop.body, None, replace, _DIVISIONS)
     if not alone and any(var.same_as(used) for used in nodes(body, tirx.Var)):
         return None
     body = tirx.stmt_functor.substitute(body, {var: high * part + low})
+    body = _with_plain_divisions(body, {high: int(loop.extent) // part, low: part})
     if loop.thread_binding is None:
-        inner = tirx.For(low, 0, part, loop.kind, _by_cases(body, low, part))
+        inner = tirx.For(low, 0, part, loop.kind, _by_cases(body, low, part), None, loop.annotations)
         return tirx.For(high, 0, int(loop.extent) // part, loop.kind, inner)
     inner = tirx.For(low, 0, part, tirx.ForKind.SERIAL, body)
     marks = {**dict(loop.annotations), _FUSED: loop.thread_binding}
     return tirx.For(high, 0, int(loop.extent) // part, tirx.ForKind.SERIAL, inner, None, marks)
+
+
+def _with_plain_divisions(body: tirx.Stmt, extents: Mapping[tirx.Var, int]) -> tirx.Stmt:
+    """The body of loops that go so far, in which divisions are simplified."""
+    analyzer = loop_ranges(body)
+    for var, extent in extents.items():
+        analyzer.update(var, arith.ConstIntBound(0, extent - 1), True)
+    return tirx.stmt_functor.ir_transform(body, None, analyzer.simplify, _DIVISIONS)
 
 
 def _by_cases(body: tirx.Stmt, low: tirx.Var, part: int) -> tirx.Stmt:
@@ -167,7 +182,6 @@ def _join(node: tirx.For) -> tirx.Stmt | None:
 
 #: Marks the two loops that `with_intervals` made.
 _INTERVAL = "mesh_tensor.interval"
-_DIVISIONS = [f"tirx.{name}" for name in ("FloorDiv", "FloorMod")]
 
 
 def with_intervals(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -231,14 +245,11 @@ def _two_loops(
     parts = [sequence(part) for part in (first, inside, last)]
     if not inside or any(used not in known for part in parts for used in tirx.analysis.undefined_vars(part)):
         return None  # a value that is bound in one of them is used in another
-    analyzer = Prover()
-    for of, extent in ((outer, int(loop.extent) // length), (inner, length)):
-        analyzer.update(of, arith.ConstIntBound(0, extent - 1), True)
+    extents = {outer: int(loop.extent) // length, inner: length}
 
     def placed(stmts: list[tirx.Stmt], at: tirx.PrimExpr) -> list[tirx.Stmt]:
-        at = outer * length + at
-        made = [tirx.stmt_functor.substitute(stmt, {var: at}) for stmt in stmts]
-        return [tirx.stmt_functor.ir_transform(stmt, None, analyzer.simplify, _DIVISIONS) for stmt in made]
+        made = [tirx.stmt_functor.substitute(stmt, {var: outer * length + at}) for stmt in stmts]
+        return [_with_plain_divisions(stmt, extents) for stmt in made]
 
     annotations = {**dict(loop.annotations), _INTERVAL: "inner"}
     each = tirx.For(inner, 0, length, loop.kind, sequence(placed(inside, inner)), None, annotations)
