@@ -17,6 +17,7 @@ from kernels.cross_entropy import labelled_cross_entropy
 from kernels.elementwise import activation_chain, add_bias, vector_add
 from kernels.embedding import embedding
 from kernels.flash_attention import flash_attention
+from kernels.fused import gate_and_up, projections, put_both, rope_of_both, updates_of_both
 from kernels.gemv import gemv, gevm
 from kernels.grouped_gradient import grouped_weight_gradient
 from kernels.grouped_query import grouped_decode, grouped_key_gradient, split_decode
@@ -471,6 +472,21 @@ def _places() -> Iterator[PlanCase]:
     yield _case("places", padded_rms_norm, {"M": 4096, "N": 4000}, rows="X0 Y0", columns=statistics)
 
 
+def _fused() -> Iterator[PlanCase]:
+    """The same done to several tensors, each of which is split where it is."""
+    heads = {"seq": 4096, "q_heads": 32, "k_heads": 8, "dim": 64}
+    all_heads = "Q1 K1 Q_out1 K_out1"
+    yield _case("fused", rope_of_both, heads, heads=all_heads, rows="Q0 K0 cos0 sin0 Q_out0 K_out0")
+    wide = {"rows": 1024, "inner": 1024, "q": 2048, "kv": 512}
+    k = ("X1 Wq0 Wk0 Wv0", _PARTIAL, 1024 * (2048 + 2 * 512))
+    yield _case("fused", projections, wide, rows="X0 Q0 K0 V0", columns="Wq1 Wk1 Wv1 Q1 K1 V1", K=k)
+    hidden = {"rows": 1024, "inner": 1024, "hidden": 2048}
+    yield _case("fused", gate_and_up, hidden, rows="X0 Gate0 Up0", columns="Wg1 Wu1 Gate1 Up1")
+    yield _case("fused", updates_of_both, {"first": 1 << 20, "second": 1 << 18}, elements="P0 dP0 M0 P20 dP20 M20")
+    cache = {"tokens": 512, "slots": 8192, "heads": 8, "key_dim": 96, "value_heads": 16, "value_dim": 64}
+    yield _case("fused", put_both, cache, heads="K1 V1 K_cache1 V_cache1")
+
+
 CASES: tuple[PlanCase, ...] = (
     *_of_the_catalogue(),
     *_key_heads(),
@@ -483,4 +499,5 @@ CASES: tuple[PlanCase, ...] = (
     *_unused(),
     *_neighbourhoods(),
     *_places(),
+    *_fused(),
 )
