@@ -49,12 +49,13 @@ _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
 
 def independent_parts(func: tirx.PrimFunc, asked: Mapping[str, Sharding]) -> Iterator[tuple[tirx.PrimFunc, ...]]:
     """Ways to cut a normalized kernel into parts that its layouts ask to be split differently, each with the parameters
-    that it uses, in the order of their results; none if it is one."""
+    that it uses, in the order of their results; none if it is one, or has parameters that no part uses."""
     if not _is_known(read_kernel(func)):
         return
     for way in dict.fromkeys((func, _with_loops_apart(func))):
         parts = [part for piece in _by_programs(way) for part in _by_results(piece, asked)]
-        if len(parts) > 1:
+        used_by_some = {param for part in parts for param in part.params}
+        if len(parts) > 1 and used_by_some.issuperset(func.params):
             yield tuple(piece for part in parts for piece in _by_programs(part))
 
 
