@@ -1,6 +1,6 @@
 """What every device receives where a kernel is split as one would, beside what an expert would have it receive.
 
-python -m benchmarks.bench_plans [GROUP ...]
+python -m benchmarks.bench_plans [--devices N] [GROUP ...]
 
 A row is needless if it moves more than 1.05 of the expert's bytes and what a collective's start costs. Ratios are of
 bytes with that start added to both, so that rows where nothing has to move have one; fewer count as 1.
@@ -8,6 +8,7 @@ bytes with that start added to both, so that rows where nothing has to move have
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -75,11 +76,11 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split()).replace("|", "\\|")[:300]
 
 
-def plan_rows(groups: Sequence[str] = ()) -> Iterator[PlanRow]:
+def plan_rows(groups: Sequence[str] = (), devices: int = 4) -> Iterator[PlanRow]:
     """All rows, or those of some groups."""
     for case in CASES:
         if not groups or case.group in groups:
-            yield from (plan_row(case, way) for way in case.ways)
+            yield from (plan_row(case, way, devices) for way in case.ways)
 
 
 def summary(rows: Sequence[PlanRow]) -> list[tuple[str, int, int, str]]:
@@ -94,7 +95,11 @@ def summary(rows: Sequence[PlanRow]) -> list[tuple[str, int, int, str]]:
 
 def main() -> int:
     """Print all rows; 1 if too many move too much."""
-    rows = list(plan_rows(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("groups", nargs="*", help="groups of kernels; all, if none is named")
+    parser.add_argument("--devices", type=int, default=4, help="of the mesh's only axis")
+    options = parser.parse_args()
+    rows = list(plan_rows(options.groups, options.devices))
     print(header("What kernels move, beside an expert"))
     lines = [
         (

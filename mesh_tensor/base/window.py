@@ -139,12 +139,13 @@ class Reaches:
     def window(self, size: int, parts: Sequence[int]) -> Window | None:
         """What a device reads whose tile is one of `parts` (nested: of every axis) of the factor's `size`; None if that
         is as long as the dim."""
-        tile = size
+        tile, starts_between = size, False
         for count in parts:
             tile = -(-tile // count)
+            starts_between |= self.stride * tile % self.per != 0
         ends = [self.stride * (-(-tile // r.block) - 1) * r.block // self.per for r in self.reaches]
         first = min(r.low + min(end, 0) for r, end in zip(self.reaches, ends, strict=True))
         last = max(r.high + max(end, 0) for r, end in zip(self.reaches, ends, strict=True))
-        length = max(1, last - first + 1 + (self.per > 1))
+        length = max(1, last - first + 1 + starts_between)
         fits = self.always or length < self.extent
         return Window(size, self.stride, first, length, self.wraps, self.per, self.outside) if fits else None

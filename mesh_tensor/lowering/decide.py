@@ -62,9 +62,10 @@ def decide_part(
     in_place: bool = False,
     sizes: Sizes = MappingProxyType({}),
     lying: Mapping[str, Sharding] = MappingProxyType({}),
+    blocks: Mapping[str, int] = MappingProxyType({}),
 ) -> Part:
-    """A part of the kernel, with what every axis splits of it; `fixed` are axes of which that is known, `lying` how
-    workspaces lie."""
+    """A part of the kernel, with what every axis splits of it; `fixed` are axes of which that is known, and `blocks` of
+    which whole blocks their tiles are; `lying` is how workspaces lie."""
     asked = {param: layout for param, layout in {**ruled.asked, **lying}.items() if param in analysis.kernel.params}
     over_tiles = ruled.kernel.reading.over_tiles
     decision = KernelDecision(
@@ -77,6 +78,7 @@ def decide_part(
         over_tiles=over_tiles,
         sizes=sizes,
         prices=ruled.kernel.prices,
+        blocks=blocks,
     )
     return Part(analysis, decision.decide())
 

@@ -9,10 +9,12 @@ from itertools import count, islice
 
 from tvm import tirx
 
+from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import made_once
-from mesh_tensor.base.sharding import Sharding
+from mesh_tensor.base.sharding import Margins, Sharding, whole_blocks
 from mesh_tensor.plan.one_kernel import Assignment
+from mesh_tensor.plan.tir_rule import typical_size
 from mesh_tensor.rules.kernel.computed_places import in_order
 from mesh_tensor.rules.kernel.conditions_apart import conditions_apart
 from mesh_tensor.rules.kernel.distribution import distributed
@@ -60,14 +62,17 @@ def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
             made, analysis = Refined(said_of_each, {}), after
     whole = {dim for dim in split if analysis.reason_whole(*dim)} | by_data
     near = {dim for dim in whole if _is_near(kernel, analysis, dim)}
-    for found in _ways(made.func, tuple(sorted(whole)), tuple(sorted(whole - near))) if whole else ():
-        after = analyse(found.func)
-        still = {dim for dim in split if _reason(found, after, dim)}
-        still |= {(param, dim) for param, dim in by_data if (param, found.outer(param, dim)) in after.lookups}
-        lost = near & still - {dim for dim in still if _reads_windows(found, after, dim)}
-        if still < whole and not lost and _divides(found, after, kernel.asked, kernel.mesh):
-            made, analysis, whole = found, after, still
-        if not whole:
+    for divides in (_divides, _margins_cost_less) if whole else ():
+        for found in _ways(made.func, tuple(sorted(whole)), tuple(sorted(whole - near))):
+            after = analyse(found.func)
+            still = {dim for dim in split if _reason(found, after, dim)}
+            still |= {(param, dim) for param, dim in by_data if (param, found.outer(param, dim)) in after.lookups}
+            lost = near & still - {dim for dim in still if _reads_windows(found, after, dim)}
+            if still < whole and not lost and divides(found, after, kernel.asked, kernel.mesh):
+                made, analysis, whole = found, after, still
+            if not whole:
+                break
+        if not whole - near:
             break
     return made, _in_windows(made, analysis, kernel)
 
@@ -199,14 +204,47 @@ def _reads_windows(made: Refined, analysis: Analysis, dim: Dim) -> bool:
 
 def _divides(made: Refined, analysis: Analysis, asked: Mapping[str, Sharding], mesh: Mesh) -> bool:
     """Whether all axes that may split a dim that is taken apart split it at the borders of groups."""
+    return all(groups % math.prod(parts) == 0 for _, _, groups, parts in _groups_split(made, analysis, asked, mesh))
+
+
+def _margins_cost_less(made: Refined, analysis: Analysis, asked: Mapping[str, Sharding], mesh: Mesh) -> bool:
+    """Whether what devices lack of tiles of whole groups, and of theirs of the results, is no more than all that they
+    lack of what is read."""
+    moved = gathered = 0.0
+    for param, dim, groups, parts in _groups_split(made, analysis, asked, mesh):
+        if not _has_whole_groups(groups, parts):
+            return False
+        length = made.groups[(param, dim)]
+        margins = Margins.of(groups * length, math.prod(parts), length)
+        buffer = analysis.kernel.params[param]
+        nbytes = math.prod(typical_size(size, {}) for size in buffer.shape) * itemsize(buffer.dtype)
+        is_read, is_written = analysis.read(param), analysis.written(param)
+        moved += nbytes * (is_read * margins.of_inputs + is_written * margins.of_results)
+        gathered += nbytes * is_read * margins.gathered
+    return moved <= gathered
+
+
+def _groups_split(
+    made: Refined, analysis: Analysis, asked: Mapping[str, Sharding], mesh: Mesh
+) -> Iterator[tuple[str, int, int, list[int]]]:
+    """The dims that are taken apart: of which parameter, in how many groups, and into how many parts all axes that may
+    split them would split those."""
     for param, dim in made.groups:
         outer = made.outer(param, dim)
         factor = analysis.factor_of(param, outer)
         dims = [(param, outer)] if factor is None else factor.dims
         axes = {axis for name, at in dims if name in asked for axis in asked[name].dims[made.original(name, at)]}
         axes |= set(asked[param].dims[dim]) if param in asked else set()
-        groups = int(analysis.kernel.params[param].shape[outer])
-        if groups % math.prod(mesh.size(axis) for axis in axes):
+        yield param, dim, int(analysis.kernel.params[param].shape[outer]), [mesh.size(a) for a in mesh if a in axes]
+
+
+def _has_whole_groups(groups: int, parts: Sequence[int]) -> bool:
+    """Whether tiles of that many groups, split into `parts` one after the other, start where tiles of whole groups do,
+    of the dim that is taken apart."""
+    walked, tile = whole_blocks(groups, math.prod(parts), 1), groups
+    for devices in parts:
+        walked, tile = walked // devices, -(-tile // devices)
+        if walked != tile:
             return False
     return True
 
@@ -214,12 +252,12 @@ def _divides(made: Refined, analysis: Analysis, asked: Mapping[str, Sharding], m
 def uneven_groups(made: Refined, analysis: Analysis, split: Split) -> str | None:
     """Why a split's tiles are none of the parameters' own dims, None if they are: a part of the kernel may find more
     dims to be one factor than the whole did."""
-    parts = math.prod(split.coordinates.mesh.size(axis) for axis in split.axes)
+    parts = [split.coordinates.mesh.size(axis) for axis in split.axes]
     for param, dim in made.groups:
         outer = made.outer(param, dim)
         if param in analysis.kernel.params and (param, outer) in split.factor.dims:
             groups = int(analysis.kernel.params[param].shape[outer])
-            if groups % parts:
+            if not _has_whole_groups(groups, parts):
                 return f"{param} dim {dim} is walked in {groups} groups, which {', '.join(split.axes)} don't divide"
     return None
 
@@ -250,11 +288,15 @@ def _moved(made: Refined, name: str, layout: Sharding, *, refine: bool) -> Shard
     ndim = layout.ndim + (extra if refine else -extra)
     moved = Sharding.make(layout.mesh, ndim, shards, partial=dict(layout.partial), name=name)
     windows = [(move(name, dim), window) for dim, window in layout.windows]
-    blocks = [
-        (at := move(name, dim), block * (1 if refine else made.groups.get((name, at), 1)))
-        for dim, block in layout.blocks
-    ]
-    return moved.with_windows(windows).with_blocks(blocks) if windows or blocks else moved
+    blocks = dict(layout.blocks)
+    if not refine:
+        shape, uneven = made.shapes()[name], dict[int, int]()
+        for param, dim in made.groups:
+            at = made.outer(param, dim)
+            if param == name and (at in blocks or int(shape[at]) % layout.num_shards(at)):
+                uneven[at] = made.groups[(param, dim)]
+        blocks = {at: blocks.get(at, 1) * uneven.get(at, 1) for at in (*blocks, *uneven)}
+    return moved.with_windows(windows).with_blocks([(move(name, dim), n) for dim, n in blocks.items()])
 
 
 def put_together(func: tirx.PrimFunc, made: Refined) -> tirx.PrimFunc:

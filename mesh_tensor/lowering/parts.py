@@ -205,7 +205,7 @@ def _with_loops(
     others do, whatever names their dims have in either.
 
     Raises Blocked where there is no such factor any more."""
-    analysis, known = analyse(func), dict[str, Factor | None]()
+    analysis, known, blocks = analyse(func), dict[str, Factor | None](), dict[str, int]()
     for loop in loops:
         before = next(f for f in whole_part.analysis.factors if loop.var in f.roles)
         axes = whole_part.assignment.axes_of(before)
@@ -213,9 +213,10 @@ def _with_loops(
         if now is None:
             raise Blocked(f"what is carried depends on no element of what loop {loop.var.name} walks")
         known |= dict.fromkeys(axes, now)
+        blocks |= dict.fromkeys(axes, whole_part.assignment.blocks.get(before, 1))
         free = decide_part(ruled, analysis, whole, _fixed(whole_part, analysis, names, known)).assignment.axes_of(now)
         known |= dict.fromkeys(axis for axis in free if axis not in axes)
-    made = _decided(ruled, func, whole_part, names, whole, known, analysis, handed_on)
+    made = _decided(ruled, func, whole_part, names, whole, known, analysis, handed_on, blocks=blocks)
     for loop in loops:
         now = next(f for f in analysis.factors if loop.var in f.roles)
         _check_split(ruled, made, loop, [axis for axis, factor in known.items() if factor is now])
@@ -232,16 +233,21 @@ def _decided(
     analysis: Analysis | None = None,
     handed_on: Mapping[str, HandedOn] = MappingProxyType({}),
     lying: Mapping[str, Sharding] = MappingProxyType({}),
+    blocks: Mapping[str, int] = MappingProxyType({}),
 ) -> Part:
-    """A part keeps the axes of the factors that it has; axes whose factor is gone are free again. `known`: what else
-    axes split; `handed_on`: what else is handed on; `lying`: how workspaces lie.
+    """A part keeps the axes of the factors that it has, and their tiles of whole blocks; axes whose factor is gone are
+    free again. `known`: what else axes split, in tiles of which `blocks`; `handed_on`: what else is handed on; `lying`:
+    how workspaces lie.
 
     Raises Blocked where what is handed on can't be."""
     if analysis is None:
         analysis = analyse(func)
         if ruled.kernel.reading.over_tiles:
             analysis = analysis.over_tiles()
-    made = decide_part(ruled, analysis, whole, _fixed(whole_part, analysis, names, known), lying=lying)
+    kept, fixed = whole_part.assignment, _fixed(whole_part, analysis, names, known)
+    same = [axis for axis in fixed if axis not in known and kept.axes.get(axis) in kept.blocks]
+    blocks = {axis: kept.blocks[factor] for axis in same if (factor := kept.axes[axis])} | dict(blocks)
+    made = decide_part(ruled, analysis, whole, fixed, lying=lying, blocks=blocks)
     return _spread(ruled, replace(made, handed_on={**whole_part.handed_on, **handed_on}))
 
 

@@ -14,7 +14,7 @@ from mesh_tensor.base.dtypes import TensorType, itemsize
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import made_once
 from mesh_tensor.base.reductions import reduction
-from mesh_tensor.base.sharding import Sharding, whole_blocks
+from mesh_tensor.base.sharding import Margins, Sharding, whole_blocks
 from mesh_tensor.base.window import Reaches
 from mesh_tensor.rules.kernel.cost import flops_of
 from mesh_tensor.rules.kernel.factors import Factor, tile_extent
@@ -62,8 +62,9 @@ class KernelDecision:
     `asked`: the annotated layouts (others are free). `fixed`: axes that were decided before (Factor or None). `banned`:
     dims that a later stage found it can't split, with the reason. `in_place`: tensors stay in the layouts that they are
     annotated with wherever that can be. `sizes`: those of symbols, as far as they are known. `over_tiles`: the kernel
-    is over tiles already (its blocks are whatever its author wrote). `prices`: what is cheap. Parameters that
-    nothing uses are left as they are asked to lie."""
+    is over tiles already (its blocks are whatever its author wrote). `prices`: what is cheap. `blocks`: of what fixed
+    axes split, tiles are whole blocks that long, and no others. Parameters that nothing uses are left as they are asked
+    to lie."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class KernelDecision:
         over_tiles: bool = False,
         sizes: Sizes = MappingProxyType({}),
         prices: Prices = PRICES,
+        blocks: Mapping[str, int] = MappingProxyType({}),
     ):
         params = analysis.kernel.params
         self.unused = [p for p, buffer in params.items() if not analysis.kernel.uses(buffer)]
@@ -84,6 +86,7 @@ class KernelDecision:
         self.analysis, self.mesh, self.sizes, self.prices = analysis, mesh, sizes, prices
         self.asked = {p: layout for p, layout in asked.items() if p not in self.unused}
         self.banned, self.over_tiles, self.in_place = dict(banned or {}), over_tiles, in_place
+        self.blocks = dict(blocks)
         self.fixed = {a: f for a, f in (fixed or {}).items() if f is None or self.why_whole(f) is None}
         self.outputs = [p for p in params if analysis.written(p)]
         self.inputs = [p for p in params if p not in self.unused and (p not in self.outputs or analysis.read(p))]
@@ -218,13 +221,21 @@ class KernelDecision:
         """Take axes away from factors whose tiles would not be whole blocks, where the kernel depends on its blocks;
         and say so of those that were asked for."""
         for factor in self.analysis.factors:
-            while (reason := self._cuts_blocks(factor, assignment.axes_of(factor))) is not None:
-                if (block := self._whole_blocks(factor, assignment.axes_of(factor))) is not None:
+            known = [self.blocks[axis] for axis in assignment.axes_of(factor) if axis in self.blocks]
+            if known and known[0] > 1:
+                assignment.blocks[factor] = known[0]
+            elif not known and (block := self._cheaper_blocks(factor, assignment.axes_of(factor))) is not None:
+                assignment.blocks[factor] = block
+                continue
+            while (reason := self._cuts_blocks(factor, assignment.axes_of(factor), *known[:1])) is not None:
+                block = None if known else self._whole_blocks(factor, assignment.axes_of(factor))
+                if block is not None:
                     assignment.blocks[factor] = block
                     break
                 last = assignment.axes_of(factor)[-1]
                 self._give_up(assignment, last, factor, reason)
                 assignment.axes[last] = None
+                assignment.blocks.pop(factor, None)
         for axis, asked in demands.items():
             for factor in asked if assignment.axes[axis] is None else []:
                 if reason := self._cuts_blocks(factor, (*assignment.axes_of(factor), axis)):
@@ -234,11 +245,12 @@ class KernelDecision:
         assignment.reasons[axis] = reason
         assignment.whole.update(dict.fromkeys(factor.dims, reason))
 
-    def _cuts_blocks(self, factor: Factor, axes: tuple[str, ...]) -> str | None:
-        """Why tiles are not whole blocks where the axes split a factor, and have to be; or the first one, not even one
-        block."""
+    def _cuts_blocks(self, factor: Factor, axes: tuple[str, ...], block: int = 1) -> str | None:
+        """Why tiles, made of whole blocks of `block`, are not whole blocks of the factor's where the axes split it, and
+        have to be; or the first one, not even one of them."""
         sizes = [n for axis in axes if (n := self.mesh.size(axis)) > 1]
         whole = known_size(factor.size, self.sizes)
+        whole = whole if block == 1 else whole_blocks(int(whole), math.prod(sizes), block)
         tiles = [tile_extent(whole, sizes[: level + 1]) for level in range(len(sizes))]
         if (
             tiles
@@ -258,18 +270,47 @@ class KernelDecision:
 
     def _whole_blocks(self, factor: Factor, axes: tuple[str, ...]) -> int | None:
         """The block of which tiles can be whole ones where the axes don't split a factor so: what devices lack of such
-        tiles, and of theirs of the results, is no more than all that they lack of what is read. None if it is more, or
-        something is read around the factor's places."""
+        tiles, and of theirs of the results, is no more than all that they lack of what is read. None if it is more."""
         parts = math.prod(self.mesh.size(axis) for axis in axes)
-        near = any(other is factor for other, _ in self.analysis.windows.values())
-        if self.over_tiles or near or parts == 1 or not isinstance(factor.size, tirx.IntImm):
+        if self.over_tiles or parts == 1 or not isinstance(factor.size, tirx.IntImm):
             return None
-        size, block = int(factor.size), factor.block
-        tile, longer = -(-size // parts), whole_blocks(size, parts, block) // parts
-        asked = [p for p, dim in factor.dims if p in self.asked and set(self.asked[p].dims[dim]) & set(axes)]
-        read, left = (sum(self._bytes(p) for p in ends if p in asked) for ends in (self.inputs, self.outputs))
-        moved = read * _lacking(size, parts, tile, longer) + left * _lacking(size, parts, longer, tile)
-        return block if self.in_place or moved <= read * (size - tile) else None
+        ways = [(self._moved(factor, axes, block), block) for block in {factor.block, self._group(factor)}]
+        (moved, gathered), block = min(ways)
+        return block if self.in_place or moved <= gathered else None
+
+    def _cheaper_blocks(self, factor: Factor, axes: tuple[str, ...]) -> int | None:
+        """The block of which tiles are whole ones because less moves than if what is read of groups starts between two
+        of them: key heads of queries. None: nothing is read so, or no less moves."""
+        group, parts = self._group(factor), math.prod(self.mesh.size(axis) for axis in axes)
+        if self.over_tiles or parts == 1 or group == factor.block or not isinstance(factor.size, tirx.IntImm):
+            return None
+        is_less = self._moved(factor, axes, group) < self._moved(factor, axes, 1)
+        return group if is_less and self._cuts_blocks(factor, axes, group) is None else None
+
+    def _group(self, factor: Factor) -> int:
+        """The least number of whole blocks after which all that is read of groups starts with one of them."""
+        near = [read for other, read in self.analysis.windows.values() if other is factor]
+        return math.lcm(factor.block, *(read.per // math.gcd(read.stride, read.per) for read in near))
+
+    def _moved(self, factor: Factor, axes: tuple[str, ...], block: int) -> tuple[float, float]:
+        """How many bytes devices lack of tiles of whole blocks, and of theirs of the results; and how many of all that
+        is read."""
+        parts = math.prod(self.mesh.size(axis) for axis in axes)
+        margins, moved, gathered = Margins.of(int(factor.size), parts, block), 0.0, 0.0
+        for param, dim in factor.dims:
+            if self._is_split(param, dim, axes):
+                is_read, is_written = param in self.inputs, param in self.outputs
+                moved += self._bytes(param) * (is_read * margins.of_inputs + is_written * margins.of_results)
+                gathered += self._bytes(param) * is_read * margins.gathered
+        for (param, dim), (near, reaches) in self.analysis.windows.items():
+            if near is factor and self._is_split(param, dim, axes):
+                moved += self._bytes(param) * reaches.lacking(margins.walked, parts) / reaches.extent
+                gathered += self._bytes(param) * margins.gathered
+        return moved, gathered
+
+    def _is_split(self, param: str, dim: int, axes: tuple[str, ...]) -> bool:
+        """Whether some of the axes are asked to split a dim."""
+        return param in self.asked and bool(set(self.asked[param].dims[dim]) & set(axes))
 
     def _bytes(self, param: str) -> int:
         buffer = self.analysis.kernel.params[param]
@@ -291,11 +332,17 @@ class KernelDecision:
         if self.over_tiles or produced:
             return layout
         split = {axis: factor.name for axis, factor in assignment.axes.items() if factor is not None}
+        parts = {
+            name: [self.mesh.size(axis) for axis, other in split.items() if other == name]
+            for name in {f.name for f in self.analysis.factors}
+        }
         for (name, dim), (factor, reaches) in self.analysis.windows.items():
             if name != param or (name, dim) in self.banned:
                 continue
             if factor is not None:
-                layout = with_window(layout, dim, reaches, int(factor.size), split, {})
+                layout = with_window(
+                    layout, dim, reaches, int(assignment.walked(factor, parts[factor.name])), split, {}
+                )
             elif self._is_spread(param, dim) and not layout.dims[dim]:
                 layout = with_window(layout, dim, reaches, 1, split, {})
         return layout
@@ -320,12 +367,3 @@ class KernelDecision:
                 if reason:
                     whole[(param, dim)] = str(reason)
         return whole
-
-
-def _lacking(size: int, parts: int, tile: int, wanted: int) -> int:
-    """The most of a dim's elements that a device lacks of a tile that long where it has one of `tile`."""
-    lacks = [0]
-    for device in range(min(parts, -(-size // wanted))):  # the others want nothing
-        low, high = min(size, device * wanted), min(size, (device + 1) * wanted)
-        lacks.append(high - low - max(0, min(high, (device + 1) * tile) - max(low, device * tile)))
-    return max(lacks)

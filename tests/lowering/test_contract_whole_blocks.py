@@ -6,7 +6,18 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
+from kernels import quantized, sparse
 from kernels.convolution import convolution_2d, convolution_2d_reference
+from kernels.flash_attention import flash_attention, flash_attention_reference
+from kernels.grouped_query import grouped_decode, grouped_decode_reference
+from kernels.indexer import index_scores, index_scores_reference
+from kernels.linear_attention import (
+    linear_attention,
+    linear_attention_reference,
+    value_gradient,
+    value_gradient_reference,
+)
+from kernels.neighbourhoods import sliding_attention, sliding_attention_reference
 from kernels.schedules import causal_product
 from tests.kernels.adversarial.grids import grouped_matmul, persistent_matmul
 from tests.other_machines import machine
@@ -158,3 +169,128 @@ def test_channels_need_no_whole_blocks(axes):
     found = run(func, axes, layouts, data, kernel)
     torch.testing.assert_close(found, convolution_2d_reference(data, kernel), rtol=1e-4, atol=1e-4)
     assert "halo" not in str(outline(lowered(func, axes, layouts)))
+
+
+# -- what is read around blocks, and chunks ---------------------------------------------------------------------------
+
+
+def inputs_of(func, below=4):
+    """Random inputs of a kernel, after which its outputs come; whole numbers are 0 .. below - 1."""
+    buffers = [func.buffer_map[param] for param in func.params][: -len(mt.sharding_rule(func).outputs)]
+    shapes = [([int(size) for size in buffer.shape], buffer.dtype) for buffer in buffers]
+    draw = {
+        "float32": torch.randn,
+        "bool": lambda *shape: torch.rand(shape) > 0.4,
+        "int32": lambda *shape: torch.randint(0, below, shape, dtype=torch.int32),
+        "uint8": lambda *shape: torch.randint(0, 256, shape, dtype=torch.uint8),
+    }
+    return [draw[dtype](*shape) for shape, dtype in shapes]
+
+
+ROW_KERNELS = {
+    "masks of blocks": (
+        sparse.block_sparse_matmul(40, 24, 16, 8, 8, 8),
+        {"A": 0, "mask": 0, "C": 0},
+        lambda *tensors: sparse.block_sparse_matmul_reference(*tensors, 8),
+    ),
+    "groups of blocks": (
+        sparse.padded_grouped_matmul(4, 40, 24, 16, 8, 8, 8),
+        {"A": 0, "group_of": 0, "C": 0},
+        lambda *tensors: sparse.padded_grouped_matmul_reference(*tensors, 8),
+    ),
+    "scales of blocks": (
+        quantized.block_scaled_matmul(24, 48, 64, group=16, block_M=8, block_N=8),
+        {"B": 0, "B_scale": 0, "C": 1},
+        quantized.block_scaled_matmul_reference,
+    ),
+    "two numbers in a byte": (
+        quantized.dequantize(8, 80, group=16, block_N=16),
+        {"B": 1, "scale": 1, "zero": 1, "W": 1},
+        quantized.dequantize_reference,
+    ),
+    "what is near": (
+        sliding_attention(72, 8, 16, block=8, bounds=True),
+        {"Q": 0, "K": 0, "V": 0, "Out": 0},
+        lambda *tensors: sliding_attention_reference(*tensors, 16),
+    ),
+    "heads of one head's queries": (
+        index_scores(40, 48, 4, 8, 8, 16),
+        {"Q": 0, "W": 0, "S": 0},
+        index_scores_reference,
+    ),
+    "states by chunks": (
+        linear_attention(2, 3, 40, 4, 5, chunk=8),
+        {"Q": 1, "K": 1, "V": 1, "Out": 1},
+        lambda *tensors: linear_attention_reference(*tensors)[0],
+    ),
+    "states by chunks, backwards": (
+        value_gradient(2, 3, 40, 4, 5, chunk=8),
+        {"Q": 1, "K": 1, "dOut": 1, "dV": 1},
+        value_gradient_reference,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROW_KERNELS)
+def test_what_goes_with_blocks_is_split(name):
+    """On 3 devices no tile is whole blocks: nothing is gathered, but states of as many elements whatever the length."""
+    func, dims, reference = ROW_KERNELS[name]
+    layouts = {param: {"x": dim} for param, dim in dims.items()}
+    inputs = inputs_of(func)
+    with machine(1):
+        steps = outline(lowered(func, {"x": 3}, layouts))
+        assert not [step for step in steps for param in dims if step.startswith(f"all_gather({param},")], steps
+        for axes in ({"x": 3}, {"x": 4}):
+            found = run(func, axes, layouts, *inputs)
+            found = found[0] if isinstance(found, (tuple, list)) else found
+            torch.testing.assert_close(found, reference(*inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_parts_have_the_tiles_of_the_whole():
+    """What is summed before a cut is of the same blocks that the rest takes up: inputs on all devices are no reason for
+    tiles of 20 where states change hands after 24."""
+    func = value_gradient(2, 3, 40, 4, 5, chunk=8)
+    inputs, layouts = inputs_of(func), {"Q": {}, "K": {"x": 1}, "dOut": {}, "dV": {"x": 1}}
+    with machine(1):
+        assert "halo(dV, x)" in outline(lowered(func, {"x": 2}, layouts))
+        found = run(func, {"x": 2}, layouts, *inputs)
+    torch.testing.assert_close(found, value_gradient_reference(*inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_axes_that_nest_otherwise_than_groups():
+    """5 chunks over 2 x 2 devices start at 0, 2, 3 and 5 where each axis splits tiles, and nowhere else."""
+    func = linear_attention(2, 3, 40, 4, 5, chunk=8)
+    inputs, dims = inputs_of(func), {"Q": 1, "K": 1, "V": 1, "Out": 1}
+    layouts = {param: {"x": dim, "y": dim} for param, dim in dims.items()}
+    with machine(1):
+        found = run(func, {"x": 2, "y": 2}, layouts, *inputs)
+    found = found[0] if isinstance(found, (tuple, list)) else found
+    torch.testing.assert_close(found, linear_attention_reference(*inputs)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(2, 10), (4, 20)])
+def test_heads_that_devices_do_not_divide(rows, heads):
+    """5 key heads on 3 devices: of the queries whole groups move, of the cache nothing."""
+    func = grouped_decode(2, heads, 5, 32, 8, block_H=rows, block_N=8)
+    *tensors, lengths = inputs_of(func, 32)
+    inputs, layouts = [*tensors, lengths + 1], {"Q": {"x": 1}, "K": {"x": 2}, "V": {"x": 2}, "Out": {"x": 1}}
+    steps = [step.split("(")[1][0] for step in outline(lowered(func, {"x": 3}, layouts)) if step.startswith("halo")]
+    assert steps == ["Q", "O"]
+    torch.testing.assert_close(
+        run(func, {"x": 3}, layouts, *inputs), grouped_decode_reference(*inputs), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(("rows", "moved"), [(2, ["Q", "Out"]), (64, ["K", "V"])])
+def test_the_fewer_of_queries_and_keys_move(rows, moved):
+    """10 heads of queries and 5 of keys, on 3 devices with 4 and 2: either heads of queries go where their keys are, or
+    keys where their queries are."""
+    sizes = {"groups": 2, "block_M": 8, "block_N": 8, "dtype": "float32"}
+    func = flash_attention(1, 10, rows, 40, 8, **sizes)
+    inputs, layouts = inputs_of(func), {param: {"x": 1} for param in ("Q", "K", "V", "Out")}
+    with machine(1):
+        kernel = mt.compile(mt.annotate(func, mt.Mesh({"x": 4}), layouts), target="interpret", poison=True)
+        assert [step.src for step in kernel.program.collectives if step.bytes] == moved
+        for axes in ({"x": 3}, {"x": 4}, {"x": 2, "y": 2}):
+            found = run(func, axes, {p: dict.fromkeys(axes, 1) for p in layouts}, *inputs)
+            torch.testing.assert_close(found, flash_attention_reference(*inputs), rtol=1e-4, atol=1e-4)

@@ -266,7 +266,7 @@ def _reach(kernel: Kernel, factor: Factor, index: tirx.PrimExpr, statement: Stat
     if found is None:
         return None
     slope, bounds = found
-    low = math.ceil(bounds.low) if slope.denominator == 1 else math.floor(bounds.low)
+    low = math.ceil(bounds.low)  # from the position before a fraction of one, and an index is none
     high = math.floor(bounds.high) if slope.denominator == 1 else math.ceil(bounds.high)
     return slope, Reach(low, high, min(terms.values()))
 
