@@ -196,6 +196,9 @@ def _key_heads() -> Iterator[PlanCase]:
     yield _case("key heads", grouped_decode, _DECODE, batch="Q0 K0 V0 lengths0 Out0", heads=_DECODE_HEADS)
     yield _case("key heads", grouped_decode, {**_DECODE, "block_H": 2}, heads=_DECODE_HEADS)
     yield _case("key heads", grouped_decode, {**_DECODE, "rows": 16}, heads=_DECODE_HEADS)
+    moved = "of q and of the result what tiles of whole groups have, and the 6 heads of each device's tile have not"
+    few = ("Q1 K2 V2 Out1", moved, 0, 2 * 8 * 6 * 64 * 4)
+    yield _case("key heads", grouped_decode, {**_DECODE, "heads": 24, "groups": 6}, heads=few)
     gradient = {"batch": 4, "heads": 16, "groups": 4, "seq": 512, "dim": 64, "block_M": 64, "block_N": 64}
     yield _case(
         "key heads",
@@ -241,6 +244,13 @@ def _blocks() -> Iterator[PlanCase]:
         {"N": 4096, "K": 4096, "group": 128},
         rows="B0 scale0 zero0 W0",
         columns="B1 scale1 zero1 W1",
+    )
+    margins = "15 groups are tiles of 512 columns, not 480: the last device lacks 96, two in a byte of B, and of W back"
+    yield _case(
+        "blocks",
+        dequantize,
+        {"N": 4096, "K": 1920, "group": 128},
+        columns=("B1 scale1 zero1 W1", margins, 0, 4096 * 96 // 2 + 4096 * 96 * 4),
     )
     k = ("A1 B0 mask2", _PARTIAL, _SQUARE)
     yield _case("blocks", block_sparse_matmul, _MNK, rows="A0 mask0 C0", columns="B1 mask1 C1", K=k)
