@@ -62,8 +62,9 @@ def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
             made, analysis = Refined(said_of_each, {}), after
     whole = {dim for dim in split if analysis.reason_whole(*dim)} | by_data
     near = {dim for dim in whole if _is_near(kernel, analysis, dim)}
+    func = made.func
     for divides in (_divides, _margins_cost_less) if whole else ():
-        for found in _ways(made.func, tuple(sorted(whole)), tuple(sorted(whole - near))):
+        for found in _ways(func, tuple(sorted(whole)), tuple(sorted(whole - near))):
             after = analyse(found.func)
             still = {dim for dim in split if _reason(found, after, dim)}
             still |= {(param, dim) for param, dim in by_data if (param, found.outer(param, dim)) in after.lookups}

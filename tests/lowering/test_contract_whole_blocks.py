@@ -21,6 +21,7 @@ from kernels.neighbourhoods import sliding_attention, sliding_attention_referenc
 from kernels.schedules import causal_product
 from tests.kernels.adversarial.grids import grouped_matmul, persistent_matmul
 from tests.other_machines import machine
+from tests.random_compositions.strategy import make_case as make_composition
 from tests.random_kernels.check import run as outcome_of
 from tests.random_kernels.strategy import make_case
 
@@ -294,3 +295,8 @@ def test_the_fewer_of_queries_and_keys_move(rows, moved):
         for axes in ({"x": 3}, {"x": 4}, {"x": 2, "y": 2}):
             found = run(func, axes, {p: dict.fromkeys(axes, 1) for p in layouts}, *inputs)
             torch.testing.assert_close(found, flash_attention_reference(*inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_rounds_and_groups():
+    """What lets one dim be split is not what lets the others be."""
+    assert outcome_of(make_composition(37200107)).verdict == "right"
