@@ -2,6 +2,7 @@
 
 from .case import KernelCase
 from .elementwise import ELEMENTWISE_CASES
+from .fused import FUSED_CASES
 from .inference import INFERENCE_CASES
 from .neighbourhoods import NEIGHBOURHOOD_CASES
 from .products import PRODUCT_CASES
@@ -17,6 +18,7 @@ CASES: tuple[KernelCase, ...] = (
     *SPARSE_CASES,
     *SCHEDULE_CASES,
     *NEIGHBOURHOOD_CASES,
+    *FUSED_CASES,
 )
 
 __all__ = ["CASES", "KernelCase"]

@@ -20,14 +20,16 @@ from .local_view import Collective, LocalKernel, LocalView, Lowered, Tensor
 
 @dataclass(frozen=True, eq=False)
 class LoweredGrids(LocalView):
-    """Several kernels in local view, as one: `grids` are the kernels alone."""
+    """Several kernels in local view, as one: `grids` are the kernels alone; `why` they are several, where their author
+    wrote one."""
 
     grids: tuple[Lowered, ...]
+    why: str = ""
 
     def decisions(self) -> Decisions:
         """What was decided of each, for people."""
         each = [grid.decisions() for grid in self.grids]
-        head = (f"{len(each)} kernels of {self.name} on {self.mesh}",)
+        head = (f"{len(each)} kernels of {self.name} on {self.mesh}{self.why}",)
         sections = [section for found in each for section in (found.head, *found.sections)]
         notes = [note for found in each for note in found.notes]
         return Decisions(head, tuple(sections), tuple(notes), asked=self.asked)

@@ -12,6 +12,7 @@ A pass gives a record, or says what no axis can split after all: then the kernel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from tvm import tirx
 
 from mesh_tensor.annotations.annotate import read_annotations
 from mesh_tensor.annotations.kernel_source import check_kernel
-from mesh_tensor.base.errors import refuse
+from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.mesh import Mesh, check_countable
 from mesh_tensor.base.recent import made_once
@@ -35,6 +36,7 @@ from mesh_tensor.rules.kernel.whole_numbers import without_overflow
 from mesh_tensor.tir.grids import grids_of
 from mesh_tensor.tir.nodes import function_name, loads
 
+from .apart import lower_apart, moving
 from .decide import decide, split_at
 from .grids import LoweredGrids, lower_grids
 from .layouts import explicit
@@ -72,7 +74,8 @@ def lower_kernel(
     machine: Machine | None = None,
 ) -> Lowered | LoweredGrids:
     """Lower an annotated kernel, written over whole tensors or over tiles (`view`: auto, global, local); or several in
-    one function, which run one after the other.
+    one function, which run one after the other; or the parts of one that have nothing to do with each other, where
+    less moves then.
 
     `split`: what the axes split of a single kernel, if that was decided before: axis -> a dim that the factor walks;
     the other axes split nothing. `machine`: what is cheap on it, else; None: on this project's CPU ranks.
@@ -81,9 +84,20 @@ def lower_kernel(
         MeshTensorError: no or invalid annotations, no TileLang kernel, or, with `strict`, layouts that need a gather.
     """
     grids = grids_of(check_kernel(func))
+    lower = partial(_lower_one, strict=strict, view=view, split=None, machine=machine)
     if len(grids.funcs) > 1:
-        return lower_grids(func, grids, partial(_lower_one, strict=strict, view=view, split=None, machine=machine))
-    return _lower_one(func, strict=strict, view=view, split=split, machine=machine)
+        return lower_grids(func, grids, lower)
+    try:
+        whole = lower(func, split=split)
+    except MeshTensorError:
+        mesh, _ = read_annotations(func)
+        apart = None if view == "local" else lower_apart(func, lower, prices_on(mesh, machine), math.inf)
+        if apart is None:
+            raise
+        return apart
+    prices = prices_on(whole.mesh, machine)
+    least = 0 if whole.reading.over_tiles else moving(whole, prices)
+    return (lower_apart(func, lower, prices, least) if least else None) or whole
 
 
 def _lower_one(

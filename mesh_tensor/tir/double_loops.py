@@ -11,7 +11,7 @@ one loop of them again, over whatever intervals there are by then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tvm import arith, ir, tirx
 
@@ -23,6 +23,8 @@ from .rewrite import call_like, sequence, statements, without_mark
 
 #: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding, 0 if it has none.
 _FUSED = "mesh_tensor.fused"
+_DIVISIONS = ["tirx.FloorDiv", "tirx.FloorMod"]
+_PIPELINED = {"num_stages"}  # of loops within the grid, what the inner one of two keeps
 _ARITHMETIC = [
     f"tirx.{name}" for name in ("FloorDiv", "FloorMod", "Add", "Sub", "Mul", "LT", "LE", "GT", "GE", "EQ", "NE", "And")
 ]
@@ -43,7 +45,7 @@ def unfuse(func: tirx.PrimFunc, *, alone: bool = False, within: bool = False) ->
         if split is None and any(
             loop.loop_var in _variables(node) for node in nodes(loop.body, tirx.FloorDiv, tirx.FloorMod)
         ):
-            split = _split_loop(_simplified(body), loop.loop_var, alone, within)
+            split = _split_loop(simplified(body), loop.loop_var, alone, within)
         body = body if split is None else split
     return func if body.same_as(func.body) else func.with_body(body)
 
@@ -63,7 +65,7 @@ def _loops(body: tirx.Stmt, within: bool) -> list[tirx.For]:
         for loop in every
         if loop.thread_binding is not None
         or any(map(loop.same_as, inner))
-        or (within and is_const(loop.min, 0) and not loop.annotations and loop.step is None)
+        or (within and is_const(loop.min, 0) and loop.annotations.keys() <= _PIPELINED and loop.step is None)
     ]
 
 
@@ -76,7 +78,7 @@ def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool, within: bool) -> ti
     return None if any(loop.loop_var.same_as(var) for loop in _loops(split, within)) else split
 
 
-def _simplified(body: tirx.Stmt) -> tirx.Stmt:
+def simplified(body: tirx.Stmt) -> tirx.Stmt:
     """The body with indices and conditions of loop variables in a simpler form, as the loops' ranges allow."""
     analyzer, variables = loop_ranges(body), {loop.loop_var for loop in loops_in(body)}
 
@@ -129,17 +131,25 @@ def _split(loop: tirx.For, parts: Sequence[int], alone: bool, in_grid: bool) -> 
             return low if by == part else tirx.floormod(low, by)
         return high if by == part else high * (part // by) + tirx.floordiv(low, by)
 
-    body = tirx.stmt_functor.ir_transform(loop.body, None, replace, ["tirx.FloorDiv", "tirx.FloorMod"])
+    body = tirx.stmt_functor.ir_transform(loop.body, None, replace, _DIVISIONS)
     if not alone and any(var.same_as(used) for used in nodes(body, tirx.Var)):
         return None
     body = tirx.stmt_functor.substitute(body, {var: high * part + low})
     if not in_grid:
-        inner = tirx.For(low, 0, part, loop.kind, _by_cases(body, low, part))
+        inner = tirx.For(low, 0, part, loop.kind, _by_cases(body, low, part), None, loop.annotations)
         return tirx.For(high, 0, int(loop.extent) // part, loop.kind, inner)
     inner = tirx.For(low, 0, part, tirx.ForKind.SERIAL, body)
     binding = tirx.IntImm("int32", 0) if loop.thread_binding is None else loop.thread_binding
     marks = {**dict(loop.annotations), _FUSED: binding}
     return tirx.For(high, 0, int(loop.extent) // part, tirx.ForKind.SERIAL, inner, None, marks)
+
+
+def _with_plain_divisions(body: tirx.Stmt, extents: Mapping[tirx.Var, int]) -> tirx.Stmt:
+    """The body of loops that go so far, in which divisions are simplified."""
+    analyzer = loop_ranges(body)
+    for var, extent in extents.items():
+        analyzer.update(var, arith.ConstIntBound(0, extent - 1), True)
+    return tirx.stmt_functor.ir_transform(body, None, analyzer.simplify, _DIVISIONS)
 
 
 def _by_cases(body: tirx.Stmt, low: tirx.Var, part: int) -> tirx.Stmt:
@@ -191,7 +201,6 @@ def _join(node: tirx.For) -> tirx.Stmt | None:
 
 #: Marks the two loops that `with_intervals` made.
 _INTERVAL = "mesh_tensor.interval"
-_DIVISIONS = [f"tirx.{name}" for name in ("FloorDiv", "FloorMod")]
 
 
 def with_intervals(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -255,14 +264,11 @@ def _two_loops(
     parts = [sequence(part) for part in (first, inside, last)]
     if not inside or any(used not in known for part in parts for used in tirx.analysis.undefined_vars(part)):
         return None  # a value that is bound in one of them is used in another
-    analyzer = Prover()
-    for of, extent in ((outer, int(loop.extent) // length), (inner, length)):
-        analyzer.update(of, arith.ConstIntBound(0, extent - 1), True)
+    extents = {outer: int(loop.extent) // length, inner: length}
 
     def placed(stmts: list[tirx.Stmt], at: tirx.PrimExpr) -> list[tirx.Stmt]:
-        at = outer * length + at
-        made = [tirx.stmt_functor.substitute(stmt, {var: at}) for stmt in stmts]
-        return [tirx.stmt_functor.ir_transform(stmt, None, analyzer.simplify, _DIVISIONS) for stmt in made]
+        made = [tirx.stmt_functor.substitute(stmt, {var: outer * length + at}) for stmt in stmts]
+        return [_with_plain_divisions(stmt, extents) for stmt in made]
 
     annotations = {**dict(loop.annotations), _INTERVAL: "inner"}
     each = tirx.For(inner, 0, length, loop.kind, sequence(placed(inside, inner)), None, annotations)

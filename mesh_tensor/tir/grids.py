@@ -54,11 +54,11 @@ def grids_of(func: tirx.PrimFunc) -> Grids:
         if isinstance(stmt, tirx.Bind):
             bound.append(stmt)
         else:
-            funcs.append(_alone(func, [*bound, stmt], handles))
+            funcs.append(alone(func, [*bound, stmt], handles))
     return Grids(tuple(funcs), tuple(own))
 
 
-def _alone(func: tirx.PrimFunc, stmts: Sequence[tirx.Stmt], own: dict[tirx.Buffer, tirx.Var]) -> tirx.PrimFunc:
+def alone(func: tirx.PrimFunc, stmts: Sequence[tirx.Stmt], own: dict[tirx.Buffer, tirx.Var]) -> tirx.PrimFunc:
     """A kernel of the function, with the parameters that it uses, or of which it uses the size."""
     body = sequence(stmts)
     if isinstance(func.body, tirx.SBlockRealize):

@@ -7,6 +7,7 @@ import torch
 
 import mesh_tensor as mt
 from kernels import quantized, sparse
+from kernels.convolution import convolution_2d, convolution_2d_reference
 from kernels.flash_attention import flash_attention, flash_attention_reference
 from kernels.grouped_query import grouped_decode, grouped_decode_reference
 from kernels.indexer import index_scores, index_scores_reference
@@ -155,6 +156,20 @@ def test_what_is_updated_in_place(target):
 def test_a_part_that_depends_on_blocks_where_the_whole_does_not():
     """What axes split of the whole kernel they split of its parts, in whole blocks or not."""
     assert outcome_of(make_case(7820056)).verdict == "right"
+
+
+@pytest.mark.parametrize("axes", [{"x": 3}, {"x": 4, "y": 2}])
+def test_channels_need_no_whole_blocks(axes):
+    """Blocks of 8 of 20 channels, and of 9 positions, are two loops: tiles of 7 or 5 channels stay where they are."""
+    layouts = {"data": {"x": 3}, "kernel": {"x": 2}}
+    big = mt.annotate(convolution_2d(16, 64, 32, 32, 128), mt.Mesh({"x": 4}), layouts)
+    received = sum(step.bytes for step in mt.compile(big, target="interpret").program.steps)
+    assert received == 2 * 3 * (16 * 32 * 32 * 128) * 4 // 4  # a ring all-reduce of the result
+    func = convolution_2d(2, 20, 5, 6, 8, block_M=8, block_N=4, block_K=10)
+    data, kernel = torch.randn(2, 5, 6, 20), torch.randn(3, 3, 20, 8)
+    found = run(func, axes, layouts, data, kernel)
+    torch.testing.assert_close(found, convolution_2d_reference(data, kernel), rtol=1e-4, atol=1e-4)
+    assert "halo" not in str(outline(lowered(func, axes, layouts)))
 
 
 # -- what is read around blocks, and chunks ---------------------------------------------------------------------------

@@ -108,3 +108,19 @@ def test_loops_within_the_grid_are_split_if_asked_for():
     script = unfuse(doubled, alone=True, within=True).script()
     assert "for j_div, j_mod in T.grid(6, 2)" in script or "for j_div in T.parallel(6)" in script
     assert "//" not in script
+
+
+def test_a_pipelined_loop_over_several_dims():
+    """Of `ko // 6`, `ko % 6 // 2` and `ko % 2`, the last is what the innermost loop walks; it stays pipelined."""
+
+    @T.prim_func
+    def rows(X: T.Tensor((3, 3, 64), "float32"), Y: T.Tensor((18, 32), "float32")):
+        with T.Kernel(1, threads=32) as _:
+            for ko in T.Pipelined(18, num_stages=2):
+                for j in T.Parallel(32):
+                    Y[ko, j] = X[ko // 6, ko % 6 // 2, ko % 2 * 32 + j]
+
+    assert unfuse(rows, alone=True).same_as(rows)
+    script = unfuse(rows, alone=True, within=True).script()
+    assert "X[ko_div, ko_mod_div, ko_mod_mod * 32 + j]" in script
+    assert 'for ko_mod_mod in T.serial(2, annotations={"num_stages": 2})' in script

@@ -84,6 +84,7 @@ def refined(func: tirx.PrimFunc, whole: Sequence[Dim]) -> Iterator[Refined]:
     yield from _taken_apart(func, whole)
     within = unfuse(func, alone=True, within=True)
     if not within.same_as(func):
+        yield Refined(within, {})
         yield from _taken_apart(within, whole)
 
 

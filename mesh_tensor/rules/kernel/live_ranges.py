@@ -206,19 +206,21 @@ def covers_all(statement: Statement, kernel: Kernel) -> bool:
     loops = {loop.var: loop for loop in statement.loops}
     seen: set[tirx.Var] = set()
     for form, size in zip(write.forms, write.buffer.shape, strict=True):
-        if form is None or form.const != 0 or len(form.terms) > 1:
+        if form is None or form.const != 0:
             return False
-        if not form.terms:
-            if not kernel.analyzer.can_prove_equal(size, 1):
+        below = 1
+        for var, coefficient in form.ordered[::-1]:
+            loop = loops.get(var)
+            if loop is None or coefficient != below or var in seen or loop.kind == "grid":
                 return False
-            continue
-        ((var, coefficient),) = form.terms.items()
-        loop = loops.get(var)
-        if loop is None or coefficient != 1 or var in seen or loop.kind == "grid":
+            if not isinstance(loop.extent, tirx.IntImm) and len(form.terms) > 1:
+                return False
+            if not kernel.analyzer.can_prove_equal(loop.min, 0):
+                return False
+            below = coefficient * loop.extent
+            seen.add(var)
+        if not kernel.analyzer.can_prove_equal(below, size):
             return False
-        if not kernel.analyzer.can_prove_equal(loop.extent, size) or not kernel.analyzer.can_prove_equal(loop.min, 0):
-            return False
-        seen.add(var)
     return _unconditional(statement, seen, kernel) and _alone_in_nest(statement, seen, kernel)
 
 

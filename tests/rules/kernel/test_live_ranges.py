@@ -176,10 +176,21 @@ def test_what_overwrites_all_of_a_buffer():
                 b[i] = 1.0
         T.reduce_sum(a, b, dim=1)
         T.reduce_sum(a, b, dim=1, clear=False)
+        for i, j in T.Parallel(2, 4):
+            b[i * 4 + j] = 1.0
+        for i, j in T.Parallel(2, 4):
+            b[j * 2 + i] = 1.0
+        for i, j in T.Parallel(2, 3):
+            b[i * 4 + j] = 1.0
+        for i, j in T.Parallel(2, 4):
+            b[i * 3 + j] = 1.0
+        for i in T.Parallel(4):
+            b[i + i] = 1.0
 
     made = kernel(on_rows(body))
     found = [overwrites_all(s, made) for s in made.statements[1:-1]]
-    assert found == [True, True, False, False, False, False, True, False]
+    assert found[:8] == [True, True, False, False, False, False, True, False]
+    assert found[8:] == [True, True, False, False, False]
 
 
 def test_what_overwrites_all_or_nothing_under_a_condition_that_is_loaded():
