@@ -38,8 +38,8 @@ def unfuse(func: tirx.PrimFunc, *, alone: bool = False, within: bool = False) ->
     body = func.body
     if not nodes(body, tirx.FloorDiv, tirx.FloorMod):
         return func
-    tried = list[tirx.Var]()
-    while loop := next((x for x in _loops(body, within) if not any(map(x.loop_var.same_as, tried))), None):
+    first, tried = _loops(body, within), list[tirx.Var]()
+    while loop := next((x for x in (*first, *_grid(body)) if not any(map(x.loop_var.same_as, tried))), None):
         tried.append(loop.loop_var)
         split = _split_loop(body, loop.loop_var, alone, within)
         if split is None and any(
@@ -55,26 +55,35 @@ def fuse(body: tirx.Stmt) -> tirx.Stmt:
     return tirx.stmt_functor.ir_transform(body, None, _join, ["tirx.For"])
 
 
-def _loops(body: tirx.Stmt, within: bool) -> list[tirx.For]:
-    """The loops of the grid, also the inner ones of what was split, and, if asked for, those `within` that only
-    count."""
+def _grid(body: tirx.Stmt) -> list[tirx.For]:
+    """The loops of the grid, also the inner ones of what was split."""
     every = nodes(body, tirx.For)
     inner = [loop.body for loop in every if _FUSED in loop.annotations]
+    return [loop for loop in every if loop.thread_binding is not None or any(map(loop.same_as, inner))]
+
+
+def _loops(body: tirx.Stmt, within: bool) -> list[tirx.For]:
+    """The loops of the grid and, if asked for, those `within` that only count."""
+    grid = _grid(body)
     return [
         loop
-        for loop in every
-        if loop.thread_binding is not None
-        or any(map(loop.same_as, inner))
+        for loop in nodes(body, tirx.For)
+        if any(map(loop.same_as, grid))
         or (within and is_const(loop.min, 0) and loop.annotations.keys() <= _PIPELINED and loop.step is None)
     ]
 
 
 def _split_loop(body: tirx.Stmt, var: tirx.Var, alone: bool, within: bool) -> tirx.Stmt | None:
     """The body with two loops in place of that of `var`, or None if its variable is used otherwise."""
-    parts = next(_parts(loop) for loop in _loops(body, within) if loop.loop_var.same_as(var))
+    in_grid = any(loop.loop_var.same_as(var) for loop in _grid(body))
+    parts = next(_parts(loop, in_grid) for loop in _loops(body, within) if loop.loop_var.same_as(var))
     if not parts:
         return None
-    split = _replace_loop(body, var, parts, alone)
+
+    def apart(node: tirx.For) -> tirx.Stmt | None:
+        return _split(node, parts, alone, in_grid) if node.loop_var.same_as(var) else None
+
+    split = tirx.stmt_functor.ir_transform(body, None, apart, ["tirx.For"])
     return None if any(loop.loop_var.same_as(var) for loop in _loops(split, within)) else split
 
 
@@ -93,26 +102,18 @@ def _variables(node: tirx.PrimExpr) -> list[tirx.Var]:
     return list(tirx.analysis.undefined_vars(node))
 
 
-def _parts(loop: tirx.For) -> list[int]:
+def _parts(loop: tirx.For, in_grid: bool) -> list[int]:
     """The constants by which the loop's variable is divided, the largest first, if each divides the ones before it, and
-    these the extent; else none."""
+    these the extent; else none. Of a loop within the grid that is only the smallest, of which the others are multiples:
+    what it walks is then one dim of blocks."""
     used = [node.b for node in nodes(loop.body, tirx.FloorDiv, tirx.FloorMod) if loop.loop_var.same_as(node.a)]
     parts = sorted({int(by) if isinstance(by, tirx.IntImm) else 0 for by in used}, reverse=True)
     if not parts or parts[-1] <= 0 or not isinstance(loop.extent, tirx.IntImm):
         return []
-    return parts if all(a % b == 0 for a, b in zip([int(loop.extent), *parts], parts, strict=False)) else []
-
-
-def _replace_loop(body: tirx.Stmt, var: tirx.Var, parts: Sequence[int], alone: bool) -> tirx.Stmt:
-    inner = [loop.body for loop in nodes(body, tirx.For) if _FUSED in loop.annotations]
-
-    def split(node: tirx.For) -> tirx.Stmt | None:
-        if not node.loop_var.same_as(var):
-            return None
-        in_grid = node.thread_binding is not None or any(x.loop_var.same_as(var) for x in inner)
-        return _split(node, parts, alone, in_grid)
-
-    return tirx.stmt_functor.ir_transform(body, None, split, ["tirx.For"])
+    chain = [int(loop.extent), *parts]
+    if in_grid:
+        return parts if all(a % b == 0 for a, b in zip(chain, parts, strict=False)) else []
+    return parts[-1:] if all(each % parts[-1] == 0 for each in chain) else []
 
 
 def _split(loop: tirx.For, parts: Sequence[int], alone: bool, in_grid: bool) -> tirx.Stmt | None:
@@ -127,6 +128,8 @@ def _split(loop: tirx.For, parts: Sequence[int], alone: bool, in_grid: bool) -> 
             # of a digit between two others, `v // 4 % 8`, there is `(high * 8 + low // 4) % 8` by now
             return analyzer.simplify(expr) if len(parts) > 1 and high in _variables(expr.a) else None
         by = int(expr.b)
+        if by > part:
+            return None
         if isinstance(expr, tirx.FloorMod):
             return low if by == part else tirx.floormod(low, by)
         return high if by == part else high * (part // by) + tirx.floordiv(low, by)
@@ -136,6 +139,7 @@ def _split(loop: tirx.For, parts: Sequence[int], alone: bool, in_grid: bool) -> 
         return None
     body = tirx.stmt_functor.substitute(body, {var: high * part + low})
     if not in_grid:
+        body = _with_plain_divisions(body, {high: int(loop.extent) // part, low: part})
         inner = tirx.For(low, 0, part, loop.kind, _by_cases(body, low, part), None, loop.annotations)
         return tirx.For(high, 0, int(loop.extent) // part, loop.kind, inner)
     inner = tirx.For(low, 0, part, tirx.ForKind.SERIAL, body)
