@@ -15,9 +15,9 @@ from tilelang.jit import JITImpl
 from tilelang.language.eager.builder import Builder
 from tvm import ir, tirx
 
+from mesh_tensor.base.blocks import ceildiv
 from mesh_tensor.base.errors import MeshTensorError, did_you_mean, listing, refuse, shown
 from mesh_tensor.base.recent import made_once
-from mesh_tensor.base.sharding import ceildiv
 from mesh_tensor.tir.nodes import function_name, int_or
 from mesh_tensor.tir.plain_statements import with_contiguous_rows
 from mesh_tensor.tir.prover import Prover

@@ -9,10 +9,11 @@ from itertools import count, islice
 
 from tvm import tirx
 
+from mesh_tensor.base.blocks import Margins, whole_blocks
 from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import made_once
-from mesh_tensor.base.sharding import Margins, Sharding, whole_blocks
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.plan.one_kernel import Assignment
 from mesh_tensor.plan.tir_rule import typical_size
 from mesh_tensor.rules.kernel.computed_places import in_order

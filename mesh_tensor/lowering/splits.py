@@ -12,8 +12,9 @@ from typing import Any
 
 from tvm import tirx
 
+from mesh_tensor.base.blocks import whole_blocks
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.sharding import Sharding, whole_blocks
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.rules.kernel.factors import Blocked, Factor, tile_extent, with_whole_tiles
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.tir.linear import Linear

@@ -10,11 +10,12 @@ from types import MappingProxyType
 from tvm import tirx
 
 from mesh_tensor.annotations.module_annotations import Annotation
+from mesh_tensor.base.blocks import Margins, whole_blocks
 from mesh_tensor.base.dtypes import TensorType, itemsize
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import made_once
 from mesh_tensor.base.reductions import reduction
-from mesh_tensor.base.sharding import Margins, Sharding, whole_blocks
+from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.window import Reaches
 from mesh_tensor.rules.kernel.cost import flops_of
 from mesh_tensor.rules.kernel.factors import Factor, tile_extent

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mesh_tensor.annotations.names import Fresh
+from mesh_tensor.base.blocks import ceildiv
 from mesh_tensor.base.dtypes import NARROW
 from mesh_tensor.base.mesh import Mesh
-from mesh_tensor.base.sharding import Partial, Replicate, Sharding, ceildiv
+from mesh_tensor.base.sharding import Partial, Replicate, Sharding
 from mesh_tensor.redistribution.plan import plan_moves
 from mesh_tensor.rules.operator.aten import name_of
 

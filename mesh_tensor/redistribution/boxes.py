@@ -12,9 +12,9 @@ from functools import lru_cache
 
 import numpy
 
+from mesh_tensor.base.blocks import whole_blocks
 from mesh_tensor.base.collectives import CollectiveKind
 from mesh_tensor.base.mesh import Mesh, check_countable
-from mesh_tensor.base.sharding import whole_blocks
 from mesh_tensor.base.window import Window
 
 State = tuple[int, ...]

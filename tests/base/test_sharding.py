@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_tensor import Mesh, MeshTensorError, Partial, Replicate, Shard, Sharding
+from mesh_tensor.base.blocks import ceildiv
 from mesh_tensor.base.reductions import PARTIAL_OPS
-from mesh_tensor.base.sharding import ceildiv
 
 MESH = Mesh({"x": 2, "y": 3})
 

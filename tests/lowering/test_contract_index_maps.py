@@ -5,7 +5,7 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
-from mesh_tensor.base.sharding import ceildiv
+from mesh_tensor.base.blocks import ceildiv
 
 from .kernels import matmul
 from .support import assert_right, extents, local_kernels, lowered, only_kernel, outline

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 
+from mesh_tensor.base.blocks import ceildiv
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.placement import of_torch
 from mesh_tensor.base.reductions import PARTIAL_OPS
-from mesh_tensor.base.sharding import Placement, Replicate, Shard, Sharding, ceildiv
+from mesh_tensor.base.sharding import Placement, Replicate, Shard, Sharding
 from mesh_tensor.runtime.ambient import undisturbed, why_not_plain
 from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, of_tiles
