@@ -281,8 +281,7 @@ class _Judgement:
         notice."""
         if statement.write is None or statement in self.explained or statement in self.in_order:
             return
-        # a loop that runs once may be left to the one device that has its block
-        loops = {loop.var for loop in statement.loops if loop.var in self.vars and loop.kind != "tile"}
+        loops = {loop.var for loop in statement.loops if self._is_of_blocks(loop.var, statement)}
         scope = {loop.var for loop in self._range(statement.write).scope}
         around = loops - (set() if form is None else set(form.terms)) - self.partial.accounted(statement)
         if around <= scope:
@@ -294,6 +293,15 @@ class _Judgement:
         same = not self._tainted(statement) & around if contributes else self._is_same_everywhere(statement)
         if not same:
             yield f"{describe(statement)} carries a value from one block of it to the next"
+
+    def _is_of_blocks(self, var: tirx.Var, statement: Statement) -> bool:
+        """Whether a loop walks blocks of the factor. One that runs once is left to the device that has its block, but
+        where it stands within a block of a loop that devices split."""
+        if var not in self.vars or self.kernel.loops[var].kind == "tile":
+            return False
+        steps = self.factor.roles
+        around = [v for loop in statement.loops if (v := loop.var) in self.vars and not self._runs_once(v)]
+        return not self._runs_once(var) or all(steps[v] < steps[var] for v in around)
 
     def _past_the_end(self) -> Iterator[str]:
         """Positions past the dim's end that the kernel's own blocks reach must not count, or the kernel means them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tvm import tirx
 
@@ -23,16 +24,12 @@ class CpuKernel:
 
     Nothing is checked. The call releases the GIL, and several threads may call at the same time."""
 
-    def __init__(self, func: tirx.PrimFunc, library: ctypes.CDLL) -> None:
-        is_tensor = [param in func.buffer_map for param in func.params]
-        sizes = _size_sources(func)
-        types = [_argument(param, tensor) for param, tensor in zip(func.params, is_tensor, strict=True)]
+    def __init__(self, arguments: _Arguments, library: ctypes.CDLL) -> None:
         self._library = library
         self._entry = library[ENTRY]
         self._entry.restype = ctypes.c_int
-        self._entry.argtypes = [*types, *(_SCALARS[var.dtype] for var, _ in sizes)]
-        self._is_tensor = tuple(is_tensor)
-        self._sizes = tuple(source for _, source in sizes)
+        self._entry.argtypes = arguments.types
+        self._is_tensor, self._sizes = arguments.is_tensor, arguments.sizes
 
     def __call__(self, *args: object) -> None:
         values = [a.data_ptr() if tensor else a for a, tensor in zip(args, self._is_tensor)]  # type: ignore[attr-defined]  # noqa: B905
@@ -56,11 +53,30 @@ def compile_for_cpu(func: tirx.PrimFunc) -> CpuKernel:
 
 
 def compile_together(funcs: Sequence[tirx.PrimFunc]) -> list[CpuKernel]:
-    """Several, by compilers that run at the same time."""
+    """Several, by compilers that run at the same time, once it is known that all can be called."""
+    arguments = [_Arguments.of(func) for func in funcs]
     return [
-        (_ReportingKernel if report_from(library) else CpuKernel)(func, library)
-        for func, library in zip(funcs, libraries_for(funcs), strict=True)
+        (_ReportingKernel if report_from(library) else CpuKernel)(taken, library)
+        for taken, library in zip(arguments, libraries_for(funcs), strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """What the C function takes: of which types, which of them are tensors, and the sizes that come after them."""
+
+    types: list[type]
+    is_tensor: tuple[bool, ...]
+    sizes: tuple[Callable[[tuple], int], ...]
+
+    @staticmethod
+    def of(func: tirx.PrimFunc) -> _Arguments:
+        """Those of a kernel; refused where it has others."""
+        is_tensor = tuple([param in func.buffer_map for param in func.params])
+        sizes = _size_sources(func)
+        types = [_argument(param, tensor) for param, tensor in zip(func.params, is_tensor, strict=True)]
+        types += [_SCALARS[var.dtype] for var, _ in sizes]
+        return _Arguments(types, is_tensor, tuple([source for _, source in sizes]))
 
 
 def _argument(param: tirx.Var, is_tensor: bool) -> type:
