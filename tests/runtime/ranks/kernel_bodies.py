@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import mesh_tensor as mt
 from kernels import mlp
 from kernels.flash_attention import flash_attention
+from kernels.grouped_query import grouped_decode
 from kernels.linear_attention import linear_attention
 from kernels.matmul import matmul
+from kernels.sparse import block_sparse_matmul
 from tests.refusals import refusal
 from tests.runtime.programs import accumulate_kernel, kernel_of, matmul_k_split, matmul_kernel
 from tests.sweep_points import AXES, KERNELS, sample, sharding_at
@@ -62,6 +64,29 @@ def carried_states(rank):
             for name, tensor in zip("QKV", (q, k, v), strict=True)
         ]
         for result, expected in zip(_all(kern(*given)), _all(kern(q, k, v)), strict=True):
+            assert torch.equal(pure(result.full_tensor()), pure(expected))
+
+
+def whole_blocks(rank):
+    """Dims that 3 ranks don't divide into blocks, chunks and groups of heads: margins are exchanged, both ways."""
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("x",))
+    rows, heads, steps = {"A": 0, "mask": 0, "C": 0}, {"Q": 1, "K": 2, "V": 2, "Out": 1}, {"Q": 1, "K": 1, "V": 1}
+    masked = [torch.randn(40, 16), torch.randn(16, 24), torch.rand(5, 3, 2) > 0.4]
+    decoded = [torch.randn(2, 10, 8), torch.randn(2, 32, 5, 8), torch.randn(2, 32, 5, 8), torch.tensor([32, 7]).int()]
+    carried = [torch.randn(2, 40, 3, 4), torch.randn(2, 40, 3, 4), torch.randn(2, 40, 3, 5)]
+    for func, dims, tensors in (
+        (block_sparse_matmul(40, 24, 16, 8, 8, 8), rows, masked),
+        (grouped_decode(2, 10, 5, 32, 8, block_H=2, block_N=8), heads, decoded),
+        (linear_attention(2, 3, 40, 4, 5, chunk=8), {**steps, "Out": 1}, carried),
+    ):
+        names = [func.buffer_map[param].name for param in func.params]
+        kern = mt.compile(mt.annotate(func, mt.Mesh({"x": 3}), {name: {"x": dim} for name, dim in dims.items()}))
+        assert "halo" in kern.explain()
+        given = [
+            distribute_tensor(tensor, mesh, [Shard(dims[name]) if name in dims else Replicate()])
+            for name, tensor in zip(names, tensors, strict=False)
+        ]
+        for result, expected in zip(_all(kern(*given)), _all(kern(*tensors)), strict=True):
             assert torch.equal(pure(result.full_tensor()), pure(expected))
 
 

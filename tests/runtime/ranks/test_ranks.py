@@ -40,6 +40,10 @@ def test_on_two_ranks(body):
     run(body, 2)
 
 
+def test_whole_blocks():
+    run(bodies.whole_blocks, 3)
+
+
 @pytest.mark.parametrize("body", [bodies.results_that_are_made, bodies.mesh_tensors], ids=lambda body: body.__name__)
 def test_on_four_ranks(body):
     run(body, 4)
