@@ -7,6 +7,7 @@ import torch
 
 import mesh_tensor as mt
 from mesh_tensor.targets.interpreter import interpret
+from tests.other_machines import machine
 
 
 def same_as_unsharded(func, mesh, shardings):
@@ -120,3 +121,19 @@ def test_an_update_in_a_loop_of_one_block_of_another_dim():
             T.copy(total, Y[0, 0])
 
     same_as_unsharded(kernel, {"x": 2, "y": 2}, {"B": {"y": 0}, "Y": {"x": 1}})
+
+
+def test_what_is_handed_on_is_complete_along_other_axes():
+    """A running sum over rows and columns: devices along x take turns, and each along y handed on its own columns'."""
+
+    @T.prim_func
+    def kernel(A: T.Tensor((3, 11), "float32"), Y: T.Tensor((3, 11), "float32")):
+        with T.Kernel(1, threads=128) as _:
+            total = T.alloc_var("float32", init=0)
+            for r in T.serial(3):
+                for j in T.serial(11):
+                    total = total + A[r, j]
+                    Y[r, j] = total
+
+    with machine(1):
+        same_as_unsharded(kernel, {"x": 2, "y": 2}, {"A": {"x": 0, "y": 1}, "Y": {"x": 0, "y": 1}})

@@ -146,7 +146,15 @@ def _handed_on(workspaces: Iterable[Workspace], loops: tuple[Loop, ...], axes: t
 def _spread(ruled: Ruled, part: Part) -> Part:
     """The part, of whose workspaces that are handed on every device has its own place of the first dim.
 
-    Raises Blocked where its loops are not those of the devices."""
+    Raises Blocked where its loops are not those of the devices, or what it hands on is not complete."""
+    for statement in part.analysis.kernel.statements:
+        name = "" if statement.write is None else str(statement.write.buffer.name)
+        own = part.handed_on.get(name)
+        for factor in _split_factors(ruled, part) if own is not None else ():
+            others = [axis for axis in part.assignment.axes_of(factor) if own is not None and axis not in own.axes]
+            waiting = part.analysis.reductions[factor].partial
+            if others and any(part.analysis.coordinates.ranges.of(read) in waiting for read in statement.reads):
+                raise Blocked(f"{name} is not complete along {', '.join(others)} where devices hand it on")
     for layouts in (part.assignment.needed, part.assignment.produced):
         for name in layouts.keys() & part.handed_on.keys():
             handed_on, layout = part.handed_on[name], layouts[name]
