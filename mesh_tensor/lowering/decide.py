@@ -16,7 +16,7 @@ from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 
-from .original_dims import with_original_dims
+from .original_dims import with_original_dims, without_windows_of_groups
 from .stages import Part, Ruled
 from .tile_positions import check_positions
 from .tile_sums import check_stores
@@ -66,6 +66,7 @@ def decide_part(
 ) -> Part:
     """A part of the kernel, with what every axis splits of it; `fixed` are axes of which that is known, and `blocks` of
     which whole blocks their tiles are; `lying` is how workspaces lie."""
+    analysis = without_windows_of_groups(ruled.refined, analysis)
     asked = {param: layout for param, layout in {**ruled.asked, **lying}.items() if param in analysis.kernel.params}
     over_tiles = ruled.kernel.reading.over_tiles
     decision = KernelDecision(

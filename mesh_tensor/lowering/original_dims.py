@@ -41,11 +41,16 @@ def rule(kernel: Annotated) -> Ruled:
     if kernel.reading.over_tiles:
         analysis = analysis.over_tiles()
     whole = dict.fromkeys(refined.inner_dims(), "groups can be split, but not what is in a group")
-    apart = [(param, refined.outer(param, dim) + at) for param, dim in refined.groups for at in (0, 1)]
-    windows = {dim: read for dim, read in analysis.windows.items() if dim not in apart}
-    if len(windows) < len(analysis.windows):
-        analysis = replace(analysis, windows=windows)
+    analysis = without_windows_of_groups(refined, analysis)
     return Ruled(kernel, refined, analysis, asked_of_refined(refined, kernel.asked), whole)
+
+
+def without_windows_of_groups(made: Refined, analysis: Analysis) -> Analysis:
+    """The analysis of a kernel, or a part of it, in which dims that are taken apart are read whole: a window of groups,
+    or of what is in each, is none of the dim."""
+    apart = [(param, made.outer(param, dim) + at) for param, dim in made.groups for at in (0, 1)]
+    windows = {dim: read for dim, read in analysis.windows.items() if dim not in apart}
+    return analysis if len(windows) == len(analysis.windows) else replace(analysis, windows=windows)
 
 
 def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:

@@ -297,6 +297,12 @@ def test_the_fewer_of_queries_and_keys_move(rows, moved):
             torch.testing.assert_close(found, flash_attention_reference(*inputs), rtol=1e-4, atol=1e-4)
 
 
-def test_rounds_and_groups():
-    """What lets one dim be split is not what lets the others be."""
-    assert outcome_of(make_composition(37200107)).verdict == "right"
+@pytest.mark.parametrize(
+    "number",
+    [
+        37200107,  # what lets one dim be split is not what lets the others be
+        37700007,  # a part reads the first few groups of a dim, which were taken for its first few places
+    ],
+)
+def test_groups_in_compositions(number):
+    assert outcome_of(make_composition(number)).verdict == "right"
