@@ -147,14 +147,7 @@ def _spread(ruled: Ruled, part: Part) -> Part:
     """The part, of whose workspaces that are handed on every device has its own place of the first dim.
 
     Raises Blocked where its loops are not those of the devices, or what it hands on is not complete."""
-    for statement in part.analysis.kernel.statements:
-        name = "" if statement.write is None else str(statement.write.buffer.name)
-        own = part.handed_on.get(name)
-        for factor in _split_factors(ruled, part) if own is not None else ():
-            others = [axis for axis in part.assignment.axes_of(factor) if own is not None and axis not in own.axes]
-            waiting = part.analysis.reductions[factor].partial
-            if others and any(part.analysis.coordinates.ranges.of(read) in waiting for read in statement.reads):
-                raise Blocked(f"{name} is not complete along {', '.join(others)} where devices hand it on")
+    _check_complete(ruled, part)
     for layouts in (part.assignment.needed, part.assignment.produced):
         for name in layouts.keys() & part.handed_on.keys():
             handed_on, layout = part.handed_on[name], layouts[name]
@@ -166,6 +159,19 @@ def _spread(ruled: Ruled, part: Part) -> Part:
             shards |= dict.fromkeys(handed_on.axes, 0)
             layouts[name] = Sharding.make(layout.mesh, layout.ndim, shards, name=name).with_blocks(layout.blocks)
     return part
+
+
+def _check_complete(ruled: Ruled, part: Part) -> None:
+    """Raises Blocked where what devices hand on along some axes waits to be completed along others."""
+    for statement in part.analysis.kernel.statements:
+        name = "" if statement.write is None else str(statement.write.buffer.name)
+        if name not in part.handed_on:
+            continue
+        read = {part.analysis.coordinates.ranges.of(access) for access in statement.reads}
+        for factor in _split_factors(ruled, part):
+            others = [axis for axis in part.assignment.axes_of(factor) if axis not in part.handed_on[name].axes]
+            if others and not read.isdisjoint(part.analysis.reductions[factor].partial):
+                raise Blocked(f"{name} is not complete along {', '.join(others)} where devices hand it on")
 
 
 def _check_split(ruled: Ruled, part: Part, loop: Loop, axes: Iterable[str]) -> None:

@@ -333,17 +333,12 @@ class KernelDecision:
         if self.over_tiles or produced:
             return layout
         split = {axis: factor.name for axis, factor in assignment.axes.items() if factor is not None}
-        parts = {
-            name: [self.mesh.size(axis) for axis, other in split.items() if other == name]
-            for name in {f.name for f in self.analysis.factors}
-        }
         for (name, dim), (factor, reaches) in self.analysis.windows.items():
             if name != param or (name, dim) in self.banned:
                 continue
             if factor is not None:
-                layout = with_window(
-                    layout, dim, reaches, int(assignment.walked(factor, parts[factor.name])), split, {}
-                )
+                parts = [self.mesh.size(axis) for axis in assignment.axes_of(factor)]
+                layout = with_window(layout, dim, reaches, int(assignment.walked(factor, parts)), split, {})
             elif self._is_spread(param, dim) and not layout.dims[dim]:
                 layout = with_window(layout, dim, reaches, 1, split, {})
         return layout

@@ -253,8 +253,7 @@ def _is_bias(bias: TensorType, call: OpCall) -> bool:
     """Whether it is one number per channel of a convolution of floats of one dtype, whose dims are in torch's order."""
     if call.name not in CONV_ADD:
         return False
-    channels = [1] * bias.ndim
-    channels[1:2] = call.outputs[0].shape[1:2]
+    channels = [1, call.outputs[0].shape[1], *[1] * (call.outputs[0].ndim - 2)]
     dtypes = {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
     first = (call.attr("data_layout"), call.attr("out_layout") or call.attr("data_layout"))
     plain = all(layout.startswith("NC") for layout in first) and call.attr("kernel_layout").startswith("OI")

@@ -171,6 +171,30 @@ def test_c_gives_the_same():
         torch.testing.assert_close(result, reference(*inputs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda x: x // 4,
+        lambda x: (x + 3) // 4,
+        lambda x: (x * 3 + 5) // 4,
+        lambda x: x // 4 + x // 8,
+        lambda x: x // 6 * 2 + 1,
+        lambda x: 40 - (x + 2) // 3,
+    ],
+    ids=["group", "between", "three of four", "two groups", "odd", "backwards"],
+)
+def test_windows_of_groups(index):
+    """Wherever tiles start, in groups or between them, all that is read is in the window."""
+    positions = torch.arange(47)
+    for m in (24, 36, 47):
+        func, a = indexed(index, 48, m, block=4), torch.randn(48)
+        expected = a[torch.tensor([int(index(int(x))) for x in positions[:m]])]
+        for mesh in ({"x": 2}, {"x": 3}, {"x": 5}, {"x": 2, "y": 2}):
+            layouts = {name: dict.fromkeys(mesh, 0) for name in "AB"}
+            kernel = mt.compile(mt.annotate(func, mesh, layouts), target="interpret", poison=True)
+            assert torch.equal(kernel(a), expected), (m, mesh)
+
+
 # -- what is no window -------------------------------------------------------------------------------------------------
 
 

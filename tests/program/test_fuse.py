@@ -213,3 +213,17 @@ def test_what_is_no_bias_of_a_convolution_is_added_after_it():
     for found, expected in zip(run(*tensors), Other()(*tensors), strict=True):
         torch.testing.assert_close(found, expected)
     assert "fused.conv2d_add" not in [step.call.operator for step in run.program.ops]
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 1), (1, 6), (6, 1, 1), (1, 1, 6)])
+def test_as_many_rows_or_columns_as_channels_are_no_channels(shape):
+    """What is added has fewer dims than the result: its dim of 6 is what its place from the end says."""
+
+    class Other(nn.Module):
+        def forward(self, x, w, b):
+            return nn.functional.conv2d(x, w, padding=1) + b
+
+    torch.manual_seed(0)
+    tensors = torch.randn(2, 4, 6, 6), torch.randn(6, 4, 3, 3), torch.randn(shape)
+    run = mt.distribute_module(mt.from_torch(torch.export.export(Other(), tensors)), {"x": 2}, {"x": {"x": 0}})
+    torch.testing.assert_close(run(*tensors), Other()(*tensors))
