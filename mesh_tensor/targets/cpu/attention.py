@@ -33,7 +33,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tu
     the logarithm of the sum of exponentials. `scale`: 1 / sqrt(width) where there is none."""
     library, (batch, positions, heads, width) = _library(), q.shape
     q, k, v = (_by_rows(tensor) for tensor in (q, k, v))
-    y, sums = torch.empty(q.shape), torch.empty((batch, heads, positions))
+    y, sums = q.new_empty(q.shape), q.new_empty((batch, heads, positions))
     assert library is not None
     _run(library.mt_attention, (q, k, v, y, sums), (q, k, v, v), _scale(scale, width))
     return y, sums
@@ -45,7 +45,7 @@ def causal_attention_backward(
     """The gradients of q, k and v, of that of y; `y` and `sums` as `causal_attention` gave them."""
     library = _library()
     seed, q, k, v = (_by_rows(tensor) for tensor in (seed, q, k, v))
-    made = torch.empty(q.shape), torch.empty(q.shape), torch.empty(q.shape)
+    made = q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
     assert library is not None
     function = library.mt_attention_backward
     _run(

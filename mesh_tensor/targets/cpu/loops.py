@@ -33,8 +33,8 @@ def loops(*parts: str) -> ctypes.CDLL | None:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether it is nothing but numbers in this machine's memory, whose gradient nobody records."""
-    plain = x.__class__ is torch.Tensor and x.dtype is torch.float32 and x.device.type == "cpu"
+    """Whether it is nothing but numbers in this machine's memory, as they are, whose gradient nobody records."""
+    plain = x.__class__ is torch.Tensor and x.dtype is torch.float32 and x.device.type == "cpu" and not x.is_neg()
     return plain and not (x.requires_grad and torch.is_grad_enabled())
 
 

@@ -60,6 +60,29 @@ def test_tensors_may_lie_anyhow() -> None:
         assert torch.equal(found, wanted)
 
 
+def test_another_default_dtype_changes_nothing() -> None:
+    """C++ fills memory of float32, whatever torch makes where it is not told."""
+    tensors = [torch.randn(2, 40, 3, 8) for _ in range(4)]
+    wanted = _made(*tensors, None)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = _made(*tensors, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype is torch.float32
+
+
+def test_negated_views_are_left_to_torch() -> None:
+    """In memory are the numbers that they are the negatives of."""
+    q, k = torch.randn(1, 40, 2, 8), torch.randn(1, 40, 2, 8)
+    negated = torch.complex(torch.randn(1, 40, 2, 8), torch.randn(1, 40, 2, 8)).conj().imag
+    assert negated.is_neg()
+    assert ours.takes(q, k, k)
+    assert not ours.takes(q, k, negated)
+
+
 def test_large_scores_are_no_infinities() -> None:
     tensors = [torch.randint(-99, 99, (1, 40, 2, 16)).float() for _ in range(4)]  # scores are exact
     found, wanted = _made(*tensors, 1.0), _expected(*tensors, 1.0)
