@@ -33,6 +33,8 @@ class Margins:
     @staticmethod
     def of(size: int, parts: int, block: int) -> Margins:
         """Those of a dim of `size` elements, in so many parts."""
+        if not size:
+            return Margins(0, 0.0, 0.0, 0.0)
         walked, tile = whole_blocks(size, parts, block), -(-size // parts)
         of_inputs, of_results = (
             _lacking(size, parts, *pair) for pair in ((tile, walked // parts), (walked // parts, tile))

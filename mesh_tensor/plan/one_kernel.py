@@ -10,15 +10,15 @@ from types import MappingProxyType
 from tvm import tirx
 
 from mesh_tensor.annotations.module_annotations import Annotation
-from mesh_tensor.base.blocks import Margins, whole_blocks
-from mesh_tensor.base.dtypes import TensorType, itemsize
+from mesh_tensor.base.blocks import whole_blocks
+from mesh_tensor.base.dtypes import TensorType
 from mesh_tensor.base.mesh import Mesh
 from mesh_tensor.base.recent import made_once
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.base.window import Reaches
 from mesh_tensor.rules.kernel.cost import flops_of
-from mesh_tensor.rules.kernel.factors import Factor, tile_extent
+from mesh_tensor.rules.kernel.factors import Factor
 from mesh_tensor.rules.kernel.normalize import ANALYSES
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.operator.call import OpCall
@@ -26,9 +26,10 @@ from mesh_tensor.rules.operator.call import OpCall
 from .atoms import find_atoms
 from .decide import Decider, with_window
 from .ir import Graph, Node, Value
+from .kernel_blocks import KernelBlocks
 from .prices import PRICES, Prices
 from .propagate import propagate
-from .tir_rule import Sizes, known_size, rule_of_analysis, typical_size
+from .tir_rule import Sizes, rule_of_analysis, typical_size
 
 _flops = made_once(ANALYSES)(flops_of)  # the same in all layouts
 
@@ -91,6 +92,7 @@ class KernelDecision:
         self.fixed = {a: f for a, f in (fixed or {}).items() if f is None or self.why_whole(f) is None}
         self.outputs = [p for p in params if analysis.written(p)]
         self.inputs = [p for p in params if p not in self.unused and (p not in self.outputs or analysis.read(p))]
+        self._tiles = KernelBlocks(analysis, mesh, self.asked, sizes, self.inputs, self.outputs, in_place)
 
     def decide(self) -> Assignment:
         """What the axes split: what is annotated where that is one thing, else what costs least."""
@@ -160,7 +162,7 @@ class KernelDecision:
         rule = rule_of_analysis(self.analysis, self.inputs, self.outputs, factors, self.sizes)
         rule = replace(rule, windows={**rule.windows, **self._fixed_windows()})
         fixed = [factor for factor in self.fixed.values() if factor is not None]  # of which blocks are looked at later
-        in_blocks = {f.name for f in factors if f in fixed or self._whole_blocks(f, self._asking(f)) is not None}
+        in_blocks = {f.name for f in factors if f in fixed or self._tiles.whole(f, self._asking(f)) is not None}
         rule = replace(
             rule,
             blocks={name: block for name, block in rule.blocks.items() if name not in in_blocks},
@@ -225,11 +227,11 @@ class KernelDecision:
             known = [self.blocks[axis] for axis in assignment.axes_of(factor) if axis in self.blocks]
             if known and known[0] > 1:
                 assignment.blocks[factor] = known[0]
-            elif not known and (block := self._cheaper_blocks(factor, assignment.axes_of(factor))) is not None:
+            elif not known and (block := self._tiles.cheaper(factor, assignment.axes_of(factor))) is not None:
                 assignment.blocks[factor] = block
                 continue
-            while (reason := self._cuts_blocks(factor, assignment.axes_of(factor), *known[:1])) is not None:
-                block = None if known else self._whole_blocks(factor, assignment.axes_of(factor))
+            while (reason := self._tiles.cut(factor, assignment.axes_of(factor), *known[:1])) is not None:
+                block = None if known else self._tiles.whole(factor, assignment.axes_of(factor))
                 if block is not None:
                     assignment.blocks[factor] = block
                     break
@@ -239,83 +241,16 @@ class KernelDecision:
                 assignment.blocks.pop(factor, None)
         for axis, asked in demands.items():
             for factor in asked if assignment.axes[axis] is None else []:
-                if reason := self._cuts_blocks(factor, (*assignment.axes_of(factor), axis)):
+                if reason := self._tiles.cut(factor, (*assignment.axes_of(factor), axis)):
                     self._give_up(assignment, axis, factor, reason)
 
     def _give_up(self, assignment: Assignment, axis: str, factor: Factor, reason: str) -> None:
         assignment.reasons[axis] = reason
         assignment.whole.update(dict.fromkeys(factor.dims, reason))
 
-    def _cuts_blocks(self, factor: Factor, axes: tuple[str, ...], block: int = 1) -> str | None:
-        """Why tiles, made of whole blocks of `block`, are not whole blocks of the factor's where the axes split it, and
-        have to be; or the first one, not even one of them."""
-        sizes = [n for axis in axes if (n := self.mesh.size(axis)) > 1]
-        whole = known_size(factor.size, self.sizes)
-        whole = whole if block == 1 else whole_blocks(int(whole), math.prod(sizes), block)
-        tiles = [tile_extent(whole, sizes[: level + 1]) for level in range(len(sizes))]
-        if (
-            tiles
-            and factor.first
-            and not self.analysis.kernel.analyzer.can_prove(tirx.convert(tiles[-1]) >= factor.block)
-        ):
-            return f"{factor.first}, and the first tile of {tiles[-1]} holds no block of {factor.block}"
-        if factor.aligned is None:
-            return None
-        can_prove_equal = self.analysis.kernel.analyzer.can_prove_equal
-        tile = next((t for t in tiles if not can_prove_equal(tirx.floormod(t, factor.block), 0)), None)
-        return None if tile is None else f"{factor.aligned}, and tiles of {tile} are not whole blocks of {factor.block}"
-
     def _asking(self, factor: Factor) -> tuple[str, ...]:
         """The axes that are asked to split a factor."""
         return tuple([axis for axis in self.mesh if factor in self._demands(axis)])
-
-    def _whole_blocks(self, factor: Factor, axes: tuple[str, ...]) -> int | None:
-        """The block of which tiles can be whole ones where the axes don't split a factor so: what devices lack of such
-        tiles, and of theirs of the results, is no more than all that they lack of what is read. None if it is more."""
-        parts = math.prod(self.mesh.size(axis) for axis in axes)
-        if self.over_tiles or parts == 1 or not isinstance(factor.size, tirx.IntImm):
-            return None
-        ways = [(self._moved(factor, axes, block), block) for block in {factor.block, self._group(factor)}]
-        (moved, gathered), block = min(ways)
-        return block if self.in_place or moved <= gathered else None
-
-    def _cheaper_blocks(self, factor: Factor, axes: tuple[str, ...]) -> int | None:
-        """The block of which tiles are whole ones because less moves than if what is read of groups starts between two
-        of them: key heads of queries. None: nothing is read so, or no less moves."""
-        group, parts = self._group(factor), math.prod(self.mesh.size(axis) for axis in axes)
-        if self.over_tiles or parts == 1 or group == factor.block or not isinstance(factor.size, tirx.IntImm):
-            return None
-        is_less = self._moved(factor, axes, group) < self._moved(factor, axes, 1)
-        return group if is_less and self._cuts_blocks(factor, axes, group) is None else None
-
-    def _group(self, factor: Factor) -> int:
-        """The least number of whole blocks after which all that is read of groups starts with one of them."""
-        near = [read for other, read in self.analysis.windows.values() if other is factor]
-        return math.lcm(factor.block, *(read.per // math.gcd(read.stride, read.per) for read in near))
-
-    def _moved(self, factor: Factor, axes: tuple[str, ...], block: int) -> tuple[float, float]:
-        """How many bytes devices lack of tiles of whole blocks, and of theirs of the results; and how many of all that
-        is read."""
-        parts = math.prod(self.mesh.size(axis) for axis in axes)
-        margins, moved, gathered = Margins.of(int(factor.size), parts, block), 0.0, 0.0
-        for param, dim in factor.dims:
-            if self._is_split(param, dim, axes):
-                is_read, is_written = param in self.inputs, param in self.outputs
-                moved += self._bytes(param) * (is_read * margins.of_inputs + is_written * margins.of_results)
-                gathered += self._bytes(param) * is_read * margins.gathered
-        for (param, dim), (near, reaches) in self.analysis.windows.items():
-            if near is factor and self._is_split(param, dim, axes):
-                moved += self._bytes(param) * reaches.lacking(margins.walked, parts) / reaches.extent
-                gathered += self._bytes(param) * margins.gathered
-        return moved, gathered
-
-    def _is_split(self, param: str, dim: int, axes: tuple[str, ...]) -> bool:
-        """Whether some of the axes are asked to split a dim."""
-        return param in self.asked and bool(set(self.asked[param].dims[dim]) & set(axes))
-
-    def _bytes(self, param: str) -> int:
-        buffer = self.analysis.kernel.params[param]
-        return math.prod(typical_size(size, self.sizes) for size in buffer.shape) * itemsize(buffer.dtype)
 
     def _layout(self, assignment: Assignment, param: str, buffer: tirx.Buffer, *, produced: bool) -> Sharding:
         shards, partial = {}, {}

@@ -24,3 +24,7 @@ def test_margins_are_what_devices_lack(size, parts, block):
     assert margins.of_inputs * size == pytest.approx(max(len(b - a) for a, b in zip(plain, blocks, strict=True)))
     assert margins.of_results * size == pytest.approx(max(len(a - b) for a, b in zip(plain, blocks, strict=True)))
     assert margins.gathered * size == pytest.approx(size - len(plain[0]))
+
+
+def test_of_nothing_nothing_is_lacking():
+    assert Margins.of(0, 3, 8) == Margins(0, 0, 0, 0)

@@ -14,7 +14,7 @@ from mesh_tensor.pipelining.schedule import Action
 from mesh_tensor.simulation.pipeline_summary import DeviceRow, chrome_trace
 
 from .ranks import RankRuns
-from .rows import Stopwatch
+from .stopwatch import Stopwatch
 
 
 class Measured:

@@ -41,8 +41,9 @@ from .measured import Measured
 from .planned import PlannedStages
 from .ranks import RankRuns, message_numbers
 from .results import Results, results_of, rows_of, split_batch
-from .rows import Microbatch, Row, Stopwatch, run_rows
+from .rows import Microbatch, Row, run_rows
 from .stated import stage_layouts, stages_of, trained_weights
+from .stopwatch import Stopwatch
 from .weights import StageWeights
 
 _SMALL = 4096  # bytes: sending less takes as long as starting to send

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import time
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +19,7 @@ from mesh_tensor.targets.tile_memory import memory_of
 
 from ..fragments import StageFragments, Values
 from .carriers import Carrier, Mailbox, Stopped
+from .stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -32,32 +32,6 @@ class Microbatch:
     share: float
     seed: float
     scale: float = 1.0
-
-
-class Stopwatch:
-    """When a row's actions run: `began` is called once what an action takes is there. In seconds since the epoch, which
-    ranks on one machine share."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[Action, float, float, int]] = []  # from when to when, and the bytes held afterwards
-        self.ending = (0.0, 0.0)
-        self._began: float | None = None
-
-    def began(self) -> None:
-        """The action computes from now on."""
-        self._began = time()
-
-    def ended(self, action: Action, held: int) -> None:
-        """The action has handed on what it made. One that computes nothing takes no time."""
-        now = time()
-        self.rows.append((action, now if self._began is None else self._began, now, held))
-        self._began = None
-
-    def at_end(self, work: Callable[[], None]) -> None:
-        """Do what follows the last action."""
-        start = time()
-        work()
-        self.ending = start, time()
 
 
 class Row:
