@@ -335,3 +335,48 @@ def test_one_result_is_of_one_kernel():
     layouts = {"A": {"x": 0}, "B": {"x": 0}, "Out": {"x": 0}}
     assert sum("kernel" in step for step in outline(lowered(joined_result(), {"x": 2}, layouts))) == 1
     check(joined_result(), [a, b], torch.cat([a * 2, b * 3]), [{"x": 2}, {"x": 3}])
+
+
+def counted(n, m, where):
+    """`Out = 2 A`; of B only the first `lens[1]` count, by a condition or by how far a loop goes."""
+
+    @T.prim_func
+    def kernel(
+        A: T.Tensor((n,), "float32"),
+        B: T.Tensor((m,), "float32"),
+        lens: T.Tensor((2,), "int32"),
+        Out: T.Tensor((n,), "float32"),
+        Other: T.Tensor((m,), "float32"),
+    ):
+        with T.Kernel(1, threads=32) as _:
+            count = T.alloc_var("int32")
+            total = T.alloc_fragment((1,), "float32")
+            count = lens[1]
+            for i in T.serial(n):
+                Out[i] = A[i] * 2.0
+            if where == "condition":
+                for i in T.serial(m):
+                    Other[i] = T.if_then_else(i < count, B[i] + 1.0, 0.0)
+            else:
+                total[0] = 0.0
+                for i in T.serial(count):
+                    total[0] += B[i]
+                for i in T.serial(m):
+                    Other[i] = total[0]
+
+    return kernel
+
+
+@pytest.mark.parametrize("where", ["condition", "loop"])
+@pytest.mark.parametrize("target", ["interpret", "c"])
+def test_numbers_that_are_asked_for_stay(where, target):
+    """A part keeps what makes the numbers that its conditions and its loops ask for."""
+    a, b, lens = torch.randn(12), torch.randn(9), torch.tensor([3, 5], dtype=torch.int32)
+    first = torch.arange(9) < 5
+    other = (b + 1) * first if where == "condition" else (b * first).sum().expand(9)
+    layouts = {"A": {"x": 0}, "Out": {"x": 0}, "B": {"x": 0} if where == "condition" else {}, "Other": {"x": 0}}
+    with machine(1):
+        kernel = mt.compile(mt.annotate(counted(12, 9, where), mt.Mesh({"x": 2}), layouts), target=target)
+    assert "have nothing to do with each other" in kernel.explain() or where == "loop"
+    for found, expected in zip(kernel(a, b, lens), (a * 2, other), strict=True):
+        torch.testing.assert_close(found, expected)
