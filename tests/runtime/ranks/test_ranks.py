@@ -29,6 +29,7 @@ def test_sample_of_the_sweep(sizes, step):
         bodies.partial_inputs_and_outputs,
         bodies.strict_and_mixed,
         bodies.in_and_out,
+        bodies.unused_parameters,
         bodies.local_tensors,
         bodies.symbolic_sizes,
         bodies.inference_mode,
