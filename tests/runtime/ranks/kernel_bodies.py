@@ -26,6 +26,9 @@ from tests.sweep_points import AXES, KERNELS, sample, sharding_at
 
 from .support import pure
 
+#: What it is called, a number, the kernel, its arguments, and what they are after a call on one process.
+Point = tuple[str, int, mt.MeshKernel, dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
 
 def k_split_matmul(rank):
     """The first thing that anybody tries."""

@@ -10,6 +10,7 @@ from torch.distributed import TCPStore
 
 from . import kernel_bodies as bodies
 from .launcher import run
+from .random_compositions import compositions
 
 
 def test_k_split_matmul():
@@ -20,6 +21,12 @@ def test_k_split_matmul():
 def test_sample_of_the_sweep(sizes, step):
     before = partial(bodies.points_of_the_sweep, sizes, step)
     ran = run(partial(bodies.sample_of_the_sweep, sizes=sizes), math.prod(sizes), before=before)
+    assert min(ran) > 4
+
+
+def test_random_compositions():
+    before = partial(compositions, (3,), range(8))
+    ran = run(partial(bodies.sample_of_the_sweep, sizes=(3,)), 3, before=before)
     assert min(ran) > 4
 
 
