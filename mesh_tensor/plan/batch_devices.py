@@ -146,7 +146,7 @@ def _grouped(node: Node, rule: OpRule, kind: Kind | Divided, places: Mapping[str
 
 def _tile_dims(graph: Graph) -> Mapping[Node, frozenset[int]]:
     """The reshapes that take tensors apart into tiles -> which dims of their results are devices'."""
-    makers = {value: node for node in graph.nodes for value in node.outputs}
+    makers = graph.makers()
     found: dict[Node, frozenset[int]] = {}
     for node in graph.nodes:
         if node.call.operator != PER_DEVICE:
