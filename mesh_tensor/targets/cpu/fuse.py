@@ -164,10 +164,8 @@ def same_memory(a: MemoryAccess, b: MemoryAccess, params: frozenset[tirx.Var]) -
     return a.buffer.data.same_as(b.buffer.data) or {a.buffer.data, b.buffer.data} <= params
 
 
-def apart(
-    touched: Sequence[MemoryAccess], var: tirx.Var, inner: set[tirx.Var], params: frozenset[tirx.Var]
-) -> bool:
-    """Whether what one iteration `var` of a loop touches no other does, unless all of them only read it; `inner` are the
+def apart(touched: Sequence[MemoryAccess], var: tirx.Var, inner: set[tirx.Var], params: frozenset[tirx.Var]) -> bool:
+    """Whether what one iteration `var` of a loop touches no other does, unless all of them only read it; `inner`: the
     variables of the loops in it."""
     return all(
         in_step(a, var, b, var, {var, *inner})
