@@ -28,6 +28,7 @@ from .exprs import const, is_pure_index, loop_nest, same
 from .fuse import accesses, apart, uses, walk
 
 _AT_ONCE = (8, 4)
+_MOST_STORES = 16  # of a row: what is written eight times takes its compiler as long
 _STACK = 1 << 13  # bytes that the blocks of the rows of a group may have
 _ZERO = const(0, "int32")
 
@@ -46,7 +47,10 @@ def _rows_at_once(rows: tirx.For) -> int:
     size = next((size for size in _AT_ONCE if extent >= size), 0)
     if not size or rows.step is not None or not is_pure_index(rows.min):
         return 0
-    blocks = [part.buffer for part in walk(rows.body) if isinstance(part, tirx.AllocBuffer)]
+    parts = list(walk(rows.body))
+    if sum(isinstance(part, tirx.BufferStore) for part in parts) > _MOST_STORES:
+        return 0
+    blocks = [part.buffer for part in parts if isinstance(part, tirx.AllocBuffer)]
     widths = [math.prod(int_or(dim, _STACK) for dim in block.shape) * itemsize(block.dtype) for block in blocks]
     return size if sum(widths) * size <= _STACK and _reduces(rows.body, rows.loop_var, []) else 0
 
