@@ -8,7 +8,7 @@ buffer, others are never joined across a write. Statements in between must have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -162,6 +162,17 @@ class _Fuse:
 def same_memory(a: MemoryAccess, b: MemoryAccess, params: frozenset[tirx.Var]) -> bool:
     """Whether both may be of the same memory; `params` are the data of the kernel's parameters."""
     return a.buffer.data.same_as(b.buffer.data) or {a.buffer.data, b.buffer.data} <= params
+
+
+def apart(touched: Sequence[MemoryAccess], var: tirx.Var, inner: set[tirx.Var], params: frozenset[tirx.Var]) -> bool:
+    """Whether what one iteration `var` of a loop touches no other does, unless all of them only read it; `inner`: the
+    variables of the loops in it."""
+    return all(
+        in_step(a, var, b, var, {var, *inner})
+        for a in touched
+        for b in touched
+        if a.writes and same_memory(a, b, params)
+    )
 
 
 def in_step(a: MemoryAccess, a_var: tirx.Var, b: MemoryAccess, b_var: tirx.Var, bound: set[tirx.Var]) -> bool:

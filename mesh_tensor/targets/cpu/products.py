@@ -25,7 +25,8 @@ from .fuse import offset, uses, uses_in, walk
 
 #: Where the arguments of a product's call are.
 FACTORS, RESULT = (1, 2), 3
-_M, _N, _STRIDES, _C_ROW, _C_COLUMN, _CLEAR = 4, 5, ((7, 8), (9, 10)), 11, 12, 13
+M, B_ROW, C_ROW = 4, 9, 11
+_N, _STRIDES, _C_COLUMN, _CLEAR = 5, ((7, 8), (B_ROW, 10)), 12, 13
 _LEAVES_LOOP = ("tirx.break_loop", "tirx.continue_loop")
 _PAGE = 4096  # bytes that a way of the nearest cache has, on x86 and most others
 
@@ -235,7 +236,7 @@ def _clearing(stmt: tirx.Stmt, when: tirx.PrimExpr, buffer: tirx.Buffer) -> tirx
     if any(_points_to(args[place], {buffer.data}) for place in FACTORS):
         return None
     dst = args[RESULT].args[0]
-    sizes = [int_or(args[place], -1) for place in (_M, _N, _C_ROW, _C_COLUMN)]
+    sizes = [int_or(args[place], -1) for place in (M, _N, C_ROW, _C_COLUMN)]
     rows, columns = math.prod(int(size) for size in buffer.shape) // max(sizes[1], 1), sizes[1]
     whole = sizes == [rows, columns, columns, 1] and rows * columns == math.prod(int(size) for size in buffer.shape)
     starts = dst.buffer.same_as(buffer) and all(is_const(index, 0) for index in dst.indices)
