@@ -1,7 +1,7 @@
 """Random kernels, compositions of what the planner knows, kernels over tiles, programs, modules, loops, manual
 computations, training, pipelines, corrupt files and calls on ranks until Ctrl-C, or for FUZZ_SECONDS: `make fuzz`;
-where they are asked for, histories of training on ranks, and the samples that torch tests its operators with (these
-need expecttest).
+where they are asked for, compositions and histories of training on ranks, and the samples that torch tests its
+operators with (these need expecttest).
 
 Every number is one of each; `python -m tests.fuzz --seed N --cases 1 --of modules` runs one again. What is wrong is
 made smaller and printed as source with its mesh and shardings. The exit status is 1 if anything was wrong.
@@ -38,6 +38,7 @@ from .random_kernels import check_tiles as tiles
 from .random_kernels import reduction as kernel_reduction
 from .random_modules import check as modules
 from .random_modules import reduction as module_reduction
+from .runtime.ranks import random_compositions as rank_compositions
 from .runtime.ranks import random_histories as histories
 
 #: So many numbers between two lines of output.
@@ -57,11 +58,13 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "operators": operators.make_operator_case,
     "files": int,
     "ranks": ranks.make_sequence,
+    "rank_compositions": int,
 }
 KINDS = tuple(MAKERS)
-_USUAL = tuple(kind for kind in KINDS if kind not in ("histories", "operators"))
+_USUAL = tuple(kind for kind in KINDS if kind not in ("histories", "operators", "rank_compositions"))
 _OWN: dict[str, Callable[[Any], Any]] = {
     "ranks": ranks.run,
+    "rank_compositions": rank_compositions.run,
     "training": training.run,
     "histories": histories.run,
     "loops": loops.run,
@@ -134,7 +137,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--target", default="interpret", choices=("interpret", "c"), help="of kernels")
     parser.add_argument(
-        "--of", nargs="+", default=_USUAL, choices=KINDS, help="what to make; default: all but histories and operators"
+        "--of",
+        nargs="+",
+        default=_USUAL,
+        choices=KINDS,
+        help="what to make; default: all but histories, operators, rank_compositions",
     )
     options = parser.parse_args(argv)
     parsed_once.install()

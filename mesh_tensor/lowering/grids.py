@@ -61,9 +61,12 @@ def lower_grids(func: tirx.PrimFunc, grids: Grids, lower: Callable[[tirx.PrimFun
         layouts = {param: made.layouts[param] for param in partly}
         zeros = [zeros_like(own[param]) for param in partly]
         made = _Together({**asked, **layouts}).filled(name, mesh, (*zeros, *grids.funcs), lower)
-    params = [str(func.buffer_map[p].name) for p in func.params if p in func.buffer_map]
+    buffers = [func.buffer_map[p] for p in func.params if p in func.buffer_map]
+    for buffer in buffers:
+        made.take(buffer, mesh)
     scalars = tuple(p for p in func.params if p not in func.buffer_map)
-    parameters = tuple((p, made.inputs.get(p), made.written.get(p)) for p in params if p in made.current)
+    params = [str(buffer.name) for buffer in buffers]
+    parameters = tuple((p, made.inputs.get(p), made.written.get(p)) for p in params)
     return LoweredGrids(
         name,
         mesh,
@@ -128,6 +131,16 @@ class _Together:
             if left is not None:
                 self.written[param] = self.current[param] = names[left]
             self.layouts.setdefault(param, self.tensors[self.current[param]].sharding)
+
+    def take(self, buffer: tirx.Buffer, mesh: Mesh) -> None:
+        """A parameter, which comes in even if no kernel uses it."""
+        param = str(buffer.name)
+        if param in self.current:
+            return
+        layout, name = self.layouts.get(param, Sharding.make(mesh, len(buffer.shape))), self._fresh(param)
+        self.tensors[name] = Tensor(name, tuple(buffer.shape), str(buffer.dtype), layout, name)
+        self.inputs[param] = self.current[param] = name
+        self.looked_at.add(param)
 
     def _fresh(self, name: str) -> str:
         used = {*self.tensors, *(tensor.storage for tensor in self.tensors.values())}

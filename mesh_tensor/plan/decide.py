@@ -224,7 +224,8 @@ def with_window(
     if not axes or window is None or any(layout.dim_of(axis) is not None for axis in axes):
         return layout
     places = layout.placements() | {axis: Shard(dim, order.get(axis, 0)) for axis in axes}
-    return Sharding.of(layout.mesh, layout.ndim, places).with_windows([*layout.windows, (dim, window)])
+    made = Sharding.of(layout.mesh, layout.ndim, places).with_blocks(layout.blocks)
+    return made.with_windows([*layout.windows, (dim, window)])
 
 
 def result_layout(

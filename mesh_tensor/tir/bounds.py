@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
+from itertools import product
 
 from tvm import arith, ir, tirx
 
@@ -10,6 +12,7 @@ from .effects import op_name, thread_indices
 from .nodes import is_const, loads
 from .prover import Prover
 
+_CASES = 64
 _STRENGTHS = (arith.ProofStrength.DEFAULT, arith.ProofStrength.SYMBOLIC_BOUND)
 
 
@@ -20,9 +23,23 @@ def accesses_outside(
     are from 0 to below a number, as coordinates are.
 
     Tile operations are left out, as TileLang guards their regions; so are the (parameter, dim) in `unchecked`, and
-    places that data name."""
-    walk = _Walk(func, frozenset(unchecked), {**thread_indices(func), **(below or {})})
-    walk.stmt(func.body)
+    places that data name. What isn't proved for all coordinates at once is tried for each."""
+    below = below or {}
+    problems = _outside(func, func.body, frozenset(unchecked), below)
+    if not problems or not 1 < math.prod(below.values()) <= _CASES:
+        return problems
+    for values in product(*(range(count) for count in below.values())):
+        at = {var: tirx.IntImm(var.dtype, value) for var, value in zip(below, values, strict=True)}
+        if _outside(func, tirx.stmt_functor.substitute(func.body, at), frozenset(unchecked), {}):
+            return problems
+    return []
+
+
+def _outside(
+    func: tirx.PrimFunc, body: tirx.Stmt, unchecked: frozenset[tuple[str, int]], below: Mapping[tirx.Var, int]
+) -> list[str]:
+    walk = _Walk(func, unchecked, {**thread_indices(func), **below})
+    walk.stmt(body)
     return list(dict.fromkeys(walk.problems))
 
 

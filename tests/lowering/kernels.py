@@ -55,3 +55,21 @@ def scale(M, N, block=8, factor=2.0, name="scale"):
 def gelu(value: tirx.PrimExpr) -> tirx.PrimExpr:
     """The tanh approximation of gelu."""
     return 0.5 * value * (1.0 + T.tanh(0.7978845608 * (value + 0.044715 * value * value * value)))
+
+
+def unused_parameter():
+    """Two kernels in one function, neither of which uses one of its parameters."""
+
+    @T.prim_func
+    def with_unused(
+        a: T.Tensor((6,), "float32"),
+        unused: T.Tensor((3, 4), "float32"),
+        first: T.Tensor((6,), "float32"),
+        second: T.Tensor((6,), "float32"),
+    ):
+        with T.Kernel(6, threads=32) as i:
+            first[i] = a[i] + 1.0
+        with T.Kernel(6, threads=32) as i:
+            second[i] = first[5 - i]
+
+    return with_unused

@@ -56,6 +56,27 @@ def test_both_over_two_axes():
         check(func, [S, V], S.triu() @ V, [{"x": 3}, {"x": 2, "y": 2}])
 
 
+def test_blocks_of_rows_and_windows_of_columns():
+    """One tensor has both: rows in whole blocks along one axis, columns with what is next to them along the other."""
+
+    @T.prim_func
+    def pairs(X: T.Tensor((10, 7), "float32"), scale: T.Tensor((3,), "float32"), Y: T.Tensor((10, 6), "float32")):
+        with T.Kernel(3, threads=32) as b:
+            total = T.alloc_fragment((1,), "float32")
+            total[0] = 0.0
+            for k in T.serial(b + 1):
+                total[0] = total[0] + scale[k]
+            for i, j in T.Parallel(4, 6):
+                if b * 4 + i < 10:
+                    Y[b * 4 + i, j] = (X[b * 4 + i, j] + X[b * 4 + i, j + 1]) * total[0]
+
+    x, scale, layouts = torch.randn(10, 7), torch.randn(3), {name: {"x": 0, "y": 1} for name in "XY"}
+    made = lowered(pairs, {"x": 2, "y": 2}, layouts, strict=True)
+    assert str(made.tensors["X.1"].sharding) == "S[0], S[1]; W[1](6, 1, 0, 4); B[0]4"
+    expected = (x[:, :-1] + x[:, 1:]) * scale.cumsum(0).repeat_interleave(4)[:10, None]
+    torch.testing.assert_close(run(pairs, {"x": 2, "y": 2}, layouts, x, scale), expected)
+
+
 def test_two_axes_over_one_dim():
     func, axes = causal_product(30, 6, 4), {"x": 2, "y": 2}
     layouts = {"S": {"x": 0, "y": 0}, "C": {"x": 0, "y": 0}}

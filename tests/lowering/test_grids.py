@@ -12,6 +12,7 @@ from kernels.sparse import expert_mlp, expert_mlp_reference
 from tests.other_machines import machine
 
 from .every_layout import check
+from .kernels import unused_parameter
 from .support import lowered, outline, run
 
 MLP = expert_mlp(2, 13, 12, 10, 8, 8, 8)
@@ -44,6 +45,16 @@ def test_experts(layouts):
         expected_up, expected_y = expert_mlp_reference(X, W1, W2)
         torch.testing.assert_close(up, expected_up, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(y, expected_y, rtol=1e-5, atol=1e-5)
+
+
+def test_a_parameter_that_no_kernel_uses_is_one_of_all_the_same():
+    for layouts in ({"unused": {"x": 0}}, {"first": {"x": 0}}):
+        made = lowered(unused_parameter(), {"x": 2}, layouts)
+        assert [name for name, _, _ in made.parameters] == ["a", "unused", "first", "second"]
+        a = torch.randn(6)
+        first, second = run(unused_parameter(), {"x": 2}, layouts, a, torch.randn(3, 4))
+        assert torch.equal(first, a + 1)
+        assert torch.equal(second, (a + 1).flip(0))
 
 
 def test_flash_decoding():

@@ -128,6 +128,28 @@ def test_coordinates_have_ends():
     assert accesses_outside(grouped, below={place: 2}) == []
 
 
+def test_what_is_not_proved_of_all_coordinates_is_proved_of_each():
+    """From the last block of a tile to the first; the loop tells in other words than the index how many there are."""
+
+    def blocks(x, y):
+        rows = T.max(T.min(T.max(T.min(12 - x * 8, 8), 0) - y * 4, 4), 0)
+        return T.min(T.min((rows + 3) // 4, 1), T.max(1 - T.max(x * 2 + y - 2, 2 - (x * 2 + y)), 0))
+
+    def same(x, y):
+        rows = T.max(T.min(T.max(12 - T.max(x * 8, 4), 0) - y * 4, 4), 0)
+        return T.min((rows + 3) // 4, T.max(1 - T.max(x * 2 + y - 2, 2 - y - x * 2), 0))
+
+    @T.prim_func
+    def turned(A: T.Tensor((4,), "float32"), B: T.Tensor((4,), "float32"), x: T.int32, y: T.int32):
+        with T.Kernel(1, threads=8):
+            for k in T.serial(blocks(x, y)):
+                for q in T.Parallel(4):
+                    B[q] = A[same(x, y) * 4 + q - k * 4 - 4]
+
+    x, y = turned.params[-2:]
+    assert accesses_outside(turned, below={x: 2, y: 2}) == []
+
+
 @pytest.mark.parametrize(
     ("index", "shown"), [(lambda m: m + 1, "+ 1"), (lambda m: m - 1, "- 1"), (lambda m: m * 2, "* 2")]
 )

@@ -14,7 +14,7 @@ import mesh_tensor as mt
 from mesh_tensor.targets.interpreter import interpret
 from mesh_tensor.targets.kernels import as_numpy
 from mesh_tensor.tir.reducers import without_reducers
-from tests.other_machines import machine
+from tests.other_machines import any_plan, machine
 
 from .build import build
 from .reference import run_as_python
@@ -22,6 +22,7 @@ from .spec import Case, Param, without_barriers
 
 #: `|actual - expected| <= tolerance * (|expected| + the largest |expected|)`, by the results' dtype.
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3}
+_OVERLAPS: tuple[str | int, ...] = ("auto", "auto", 2, 3, 5)
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ def run(case: Case, target: str = "interpret") -> Outcome:
     """Lower `case`, run it (poisoned, if interpreted) and compare with the unsharded kernel."""
     try:
         annotated = mt.annotate(build(case.source), mt.Mesh(case.mesh), case.shardings)
-        with machine(zlib.crc32(repr(case.shardings).encode()) if case.machine is None else case.machine):
-            kernel = mt.compile(annotated, target=target, poison=target == "interpret")
+        draw = zlib.crc32(repr(case.shardings).encode())
+        with any_plan(draw) if case.machine is None else machine(case.machine):
+            overlap = _OVERLAPS[draw % len(_OVERLAPS)]
+            kernel = mt.compile(annotated, target=target, poison=target == "interpret", overlap=overlap)
     except mt.MeshTensorError as error:
         return Outcome("refused", str(error))
     except Exception:  # a crash is neither right nor refused, whatever its class
@@ -93,7 +96,7 @@ def as_python(case: Case, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _call(case: Case, kernel: mt.MeshKernel, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    tensors = {name: _tensor(array.copy()) for name, array in data.items()}
+    tensors = {name: as_tensor(array.copy()) for name, array in data.items()}
     result = kernel(*tensors.values())
     results = result if isinstance(result, tuple) else (result,)
     names = [param.name for param in kernel.program.parameters if param.output is not None]
@@ -103,7 +106,7 @@ def _call(case: Case, kernel: mt.MeshKernel, data: dict[str, np.ndarray]) -> dic
     return {**data, **{name: tensor.numpy() for name, tensor in zip(names, results, strict=True)}}
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
+def as_tensor(array: np.ndarray) -> torch.Tensor:
     """On the same memory; also of what numpy has no dtypes of its own for."""
     known = np.issubdtype(array.dtype, np.number)
     bits = array if known else array.view(f"uint{8 * array.dtype.itemsize}")

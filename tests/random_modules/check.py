@@ -12,6 +12,7 @@ from tvm import ir, relax
 
 import mesh_tensor as mt
 from mesh_tensor.targets.dtypes import torch_dtype
+from tests.other_machines import any_plan
 
 from .build import build, typed
 from .spec import Case, Param
@@ -59,7 +60,13 @@ def _run(case: Case, look: bool) -> Outcome:
 
 
 def distribute(case: Case, module: ir.IRModule, data: dict[str, torch.Tensor]) -> mt.MeshModule:
-    """The module on the case's mesh, with its weights; mostly poisoned. Without, devices share what they make alike."""
+    """The module on the case's mesh, with its weights, by any plan; mostly poisoned. Without, devices share what they
+    make alike."""
+    with any_plan(case.seed):
+        return _distribute(case, module, data)
+
+
+def _distribute(case: Case, module: ir.IRModule, data: dict[str, torch.Tensor]) -> mt.MeshModule:
     weights = {name: data[name] for name in case.weights}
     shardings, poison = case.shardings, case.seed % 4 != 1
     stated = typed(case) if case.typed and not _more_said(case) else None

@@ -19,11 +19,15 @@ from kernels.grouped_query import grouped_decode
 from kernels.linear_attention import linear_attention
 from kernels.matmul import matmul
 from kernels.sparse import block_sparse_matmul
+from tests.lowering.kernels import unused_parameter
 from tests.refusals import refusal
 from tests.runtime.programs import accumulate_kernel, kernel_of, matmul_k_split, matmul_kernel
 from tests.sweep_points import AXES, KERNELS, sample, sharding_at
 
 from .support import pure
+
+#: What it is called, a number, the kernel, its arguments, and what they are after a call on one process.
+Point = tuple[str, int, mt.MeshKernel, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def k_split_matmul(rank):
@@ -188,6 +192,17 @@ def in_and_out(rank):
         assert kern(da, db) is db
         assert torch.equal(db.full_tensor(), a + b)
         assert torch.equal(da.full_tensor(), a)
+
+
+def unused_parameters(rank):
+    """Of several kernels in one function, none of which uses a parameter."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    kern = mt.compile(mt.annotate(unused_parameter(), {"x": 2}, {"a": {"x": 0}}), target="interpret")
+    a, unused = torch.randn(6), torch.randn(3, 4)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        given = distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(unused, mesh, [placement])
+        for result, expected in zip(kern(*given), kern(a, unused), strict=True):
+            assert torch.equal(result.full_tensor(), expected)
 
 
 def local_tensors(rank):

@@ -10,6 +10,7 @@ from torch.distributed import TCPStore
 
 from . import kernel_bodies as bodies
 from .launcher import run
+from .random_compositions import compositions
 
 
 def test_k_split_matmul():
@@ -23,12 +24,19 @@ def test_sample_of_the_sweep(sizes, step):
     assert min(ran) > 4
 
 
+def test_random_compositions():
+    before = partial(compositions, (3,), range(6))
+    ran = run(partial(bodies.sample_of_the_sweep, sizes=(3,)), 3, before=before)
+    assert min(ran) > 3
+
+
 @pytest.mark.parametrize(
     "body",
     [
         bodies.partial_inputs_and_outputs,
         bodies.strict_and_mixed,
         bodies.in_and_out,
+        bodies.unused_parameters,
         bodies.local_tensors,
         bodies.symbolic_sizes,
         bodies.inference_mode,
