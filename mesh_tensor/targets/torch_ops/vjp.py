@@ -17,6 +17,7 @@ from mesh_tensor.rules.operator.vjp import VJP, Vjp, vjp_of
 
 from ..cpu import attention as own
 from ..cpu.gelu import gelu_tanh_backward
+from ..cpu.rms_norm import rms_norm
 from ..dtypes import torch_dtype, wide
 from .conv import conv_gradient
 from .nn import is_causal, last_dims
@@ -272,7 +273,7 @@ def _rms_norm(call: OpCall, wanted: Sequence[int], _: Recorded) -> Recorded | No
     last = tuple(range(len(rows), call.inputs[0].ndim))
 
     def forward(x: Tensor, weight: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        return (torch.rms_norm(x, shape, weight, eps),), ()
+        return (rms_norm(x, shape, weight, eps),), ()
 
     def backward(*given: Any) -> tuple[Tensor, ...]:
         x, weight, seed = map(wide, given[:3])  # squares of 16 bits may be infinite, or 0
