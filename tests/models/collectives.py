@@ -34,10 +34,10 @@ _COLUMNS = (
     "linear_1", "linear_v", "mlp.Wi", "ffn", "attn.attention.q_proj",
 )  # fmt: skip
 _ROWS = (
-    "o_proj", "out_proj", "attention.output.dense", "attention.dense", "self_attention.dense", "self_attn.dense", "self_attn.output",
-    "attn.proj", "out_lin", "attn.c_proj", "SelfAttention.o", "EncDecAttention.o", "attn.Wo", "fc2", "lin2", "fc_out",
-    "mlp.c_proj", "dense_4h_to_h", "wo", "output.dense", "down_proj", "w2", "mlp.Wo", "ffn_output", "x_proj",
-    "conv_kernel_layer",
+    "o_proj", "out_proj", "attention.output.dense", "attention.dense", "self_attention.dense", "self_attn.dense",
+    "self_attn.output", "attn.proj", "out_lin", "attn.c_proj", "SelfAttention.o", "EncDecAttention.o", "attn.Wo", "fc2",
+    "lin2", "fc_out", "mlp.c_proj", "dense_4h_to_h", "wo", "output.dense", "down_proj", "w2", "mlp.Wo", "ffn_output",
+    "x_proj", "conv_kernel_layer",
 )  # fmt: skip
 # What is called as one of these, and is no layer of a pair.
 _OTHERS = ("bottleneck.attention.dense",)
