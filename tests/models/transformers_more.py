@@ -39,9 +39,9 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "youtu": _LATENT,
 }
 _ENCODERS = (
-    "clip_text_model", "dpr", "granite_docling_text", "gte", "jina_embeddings_v3", "layoutlm", "luke", "markuplm",
+    "clip_text_model", "dpr", "gte", "jina_embeddings_v3", "layoutlm", "luke", "markuplm",
     "molmo2_text", "muse_glimmer_text", "muse_spark_text", "openai_privacy_filter", "qwen3_vl_moe_text",
-    "qwen3_vl_text", "roberta-prelayernorm", "tapas", "ultrabert", "visual_bert", "xlm-roberta-xl",
+    "qwen3_vl_text", "roberta-prelayernorm", "tapas", "visual_bert", "xlm-roberta-xl",
 )  # fmt: skip
 _WINDOWS = {
     "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4,
@@ -53,27 +53,11 @@ _IMAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "data2vec-vision": (32, IMAGE),
     "donut-swin": (32, _WINDOWS),
     "dpt": (32, IMAGE),
-    "hgnet_v2": (
-        64,
-        {
-            "stem_channels": [3, 8, 8],
-            "stage_in_channels": [8, 16, 16, 16],
-            "stage_mid_channels": [8] * 4,
-            "stage_out_channels": [16] * 4,
-            "hidden_sizes": [16] * 4,
-            "embedding_size": 8,
-        },
-    ),
-    "idefics3_vision": (32, IMAGE),
-    "internvl_vision": (32, IMAGE),
     "glpn": (64, _PYRAMID | {"num_attention_heads": [1, 2, 2, 4]}),
     "maskformer-swin": (32, _WINDOWS),
     "mlcd": (32, IMAGE),
-    "pixtral": (32, IMAGE),
     "pvt": (64, _PYRAMID | {"num_attention_heads": [1, 2, 3, 4]}),
-    "radio": (32, IMAGE),
     "sam_vision_model": (32, IMAGE | {"window_size": 2, "global_attn_indexes": [1], "output_channels": 16}),
-    "sapiens2": (32, IMAGE),
 }
 
 MORE = [
