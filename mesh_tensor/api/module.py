@@ -22,6 +22,7 @@ from mesh_tensor.base.sharding import Shard, Sharding
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.importers.constants import Constants
 from mesh_tensor.program.from_graph import Kernels
+from mesh_tensor.program.fuse import check_fuse
 from mesh_tensor.program.overlap import check_overlap
 from mesh_tensor.program.plan_module import PlanOptions
 from mesh_tensor.runtime.ambient import undisturbed
@@ -52,6 +53,7 @@ def distribute_module(
     check_indices: bool = True,
     poison: bool = False,
     overlap: str | int = "auto",
+    fuse: str = "auto",
     donate: bool = False,
     machine: Machine | str | None = None,
 ) -> Any:
@@ -79,6 +81,10 @@ def distribute_module(
         overlap: overlap of collectives with operators and kernels. `auto` starts collectives early, reduces gradients
             in buckets, and on ranks splits TileLang kernels into slabs where the cost model says so; `off` runs one
             step after the other; a number is the number of slabs of kernels that overlap with a collective.
+        fuse: operators that run as one: products with a transposed matrix or a bias, norms that are written out,
+            attention in which heads of queries share keys, softmax's gradients. `explain()` has each with what it is
+            one for. `off` runs each operator alone, as the graph has it, to look at what lies between: slower, and in
+            16 bits a product is rounded before its bias is added.
         donate: empty the dict `weights`: each tensor in it is freed once it is distributed.
         machine: the Machine that the plan is optimized for, or a preset's name ("h100x16"); None: this project's CPU
             ranks. It changes what is communicated and recomputed, never the result.
@@ -113,7 +119,13 @@ def distribute_module(
     elif priority and step is None:
         refuse(f"a priority of {listing(list(priority))} without shardings", fix="state layouts for them")
     options = PlanOptions(
-        replicate_unknown, kernels or {}, check_overlap(overlap), check_indices, machine_named(machine), sub_axes=True
+        replicate_unknown,
+        kernels or {},
+        check_overlap(overlap),
+        check_indices,
+        machine_named(machine),
+        sub_axes=True,
+        fuse=check_fuse(fuse),
     )
     made = MeshModule(
         given,

@@ -68,12 +68,14 @@ _SMALLEST_OF_OTHERS = 2.0**-126
 @dataclass(frozen=True)
 class _Known:
     """Of the elements of a value: none is less than `lowest`; `infinite`: the signs of infinite ones that there may be;
-    `nonzero`: none is 0; `total`: a dim along which the sum is at least some number."""
+    `nonzero`: none is 0; `total`: a dim along which the sum is at least some number; `sum_of`: each is the sum of
+    finite elements, none less than 0, of another value, and stands where they do."""
 
     lowest: float = -math.inf
     infinite: Signs = _NEVER
     nonzero: bool = False
     total: tuple[int, float] | None = None
+    sum_of: Value | None = None
 
 
 class Poles:
@@ -130,9 +132,8 @@ def _made(node: Node, value: Value, operands: Sequence[_Known]) -> _Known:
         lowest = math.floor(lowest) if dtype in _WIDE else _least(dtype)
     same = node.call.operator in _FIRST_OF - {"max", "mean", "min"} or node.call.name == "negative"
     nonzero = same and operands[0].nonzero
-    return _Known(
-        lowest, _infinite(node, operands) if is_float(dtype) else _NEVER, nonzero, _total(node, value, operands)
-    )
+    infinite = _infinite(node, operands) if is_float(dtype) else _NEVER
+    return _Known(lowest, infinite, nonzero, _total(node, value, operands), _sum_of(node, operands))
 
 
 def _divides_by_nonzero(node: Node, operands: Sequence[_Known]) -> bool:
@@ -145,8 +146,8 @@ def _infinite(node: Node, operands: Sequence[_Known]) -> Signs:
     name = node.call.operator
     if node.kernel is not None:
         return _BOTH if any(one.infinite for one in operands) or has_poles(analysed(node.kernel)) else _NEVER
-    if name in _DIVIDE and not _divides_by_nonzero(node, operands):
-        return _BOTH
+    if name in _DIVIDE and not _divides_by_nonzero(node, operands):  # of a part by its whole, 0 / 0 is NaN
+        return _NEVER if operands[-1].sum_of is node.inputs[0] else _BOTH
     if (
         name in _OWN
         or (name in _AT_ZERO and operands[0].lowest <= 0)
@@ -251,6 +252,14 @@ def _total(node: Node, value: Value, operands: Sequence[_Known]) -> tuple[int, f
         return known if known is not None and _largest_along(node) == known[0] else None
     kept = node.call.operator == "astype" or node.is_annotation
     return known if kept and value is node.outputs[0] else None
+
+
+def _sum_of(node: Node, operands: Sequence[_Known]) -> Value | None:
+    """What a result has the sums of, where their terms are. No sum is less than a term, however it is rounded."""
+    if node.call.name != "sum" or operands[0].lowest < 0 or operands[0].infinite:
+        return None
+    stays = node.call.attr("keepdims") or node.call.attr("axis") is None
+    return node.inputs[0] if stays and is_float(node.inputs[0].type.dtype) else None
 
 
 def _is_of_values(node: Node, value: Value) -> bool:

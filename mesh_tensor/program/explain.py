@@ -74,8 +74,8 @@ def _steps(program: Program) -> list[tuple[str, ...]]:
 
     def op(step: OpStep) -> tuple[str, ...]:
         by = "torch" if step.kernel is None else f"kernel {step.kernel.attrs['global_symbol']} for"
-        words = f"{by} {name_of(step.call)}"
-        return (words, _names(step.reads), _names(step.writes), "", "", f"{step.flops:,}", "")
+        words, why = f"{by} {name_of(step.call)}", f"one for {', '.join(step.one_for)}" if step.one_for else ""
+        return (words, _names(step.reads), _names(step.writes), "", "", f"{step.flops:,}", why)
 
     def collective(step: CollectiveStep) -> tuple[str, ...]:
         words = f"{'' if step.wait else 'start '}{step.kind}{f'({step.op})' if step.op else ''}"

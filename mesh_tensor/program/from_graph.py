@@ -77,15 +77,18 @@ def to_program(
     overlap: str | int = "auto",
     *,
     check_indices: bool = True,
+    fuse: bool = True,
 ) -> ModuleProgram:
     """The steps of every device, as a Program over values whose shapes are those of their atoms. Operators run as
-    `kernels` where there is one; `overlap` says what runs beside what."""
-    return _Programmer(explicit, calls, kernels, check_indices).made(overlap)
+    `kernels` where there is one; `overlap` says what runs beside what; `fuse`: operators are taken together."""
+    return _Programmer(explicit, calls, kernels, check_indices, fuse).made(overlap)
 
 
 class _Programmer:
-    def __init__(self, explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels, check_indices: bool) -> None:
-        self._calls, self._kernels, self._check_indices = calls, kernels, check_indices
+    def __init__(
+        self, explicit: ExplicitGraph, calls: TileCalls, kernels: Kernels, check_indices: bool, fuse: bool
+    ) -> None:
+        self._calls, self._kernels, self._check_indices, self._fuse = calls, kernels, check_indices, fuse
         self._explicit, self._atoms = explicit, explicit.atoms
         self._values: dict[str, ProgramValue] = {}
         self._tiles: dict[str, relax.TensorStructInfo] = {}
@@ -141,7 +144,7 @@ class _Programmer:
         """The steps with operators taken together, collectives that start early, and memory that comes and goes.
         `state`: parameters, with the results that replace them, which may be in their memory."""
         lasting = {name for p in parameters for name in (p.input, p.output) if name is not None}
-        steps = fused(steps, self._values, lasting)
+        steps = fused(steps, self._values, lasting, self._constants) if self._fuse else steps
         ordered = early_starts(steps, self._values) if self._overlap == "auto" else steps
         ordered, stored = with_updates_in_place(ordered, self._values, state or {})
         self._values |= stored

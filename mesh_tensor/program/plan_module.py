@@ -132,9 +132,9 @@ def decisions(plan: ModulePlan) -> Decided:
 @dataclass(frozen=True)
 class PlanOptions:
     """How functions are planned, on whatever mesh. `replicate_unknown`: operators without a rule run on whole tensors;
-    `kernels`, `overlap`: see `to_program`; `check_indices`: elements that are looked up are checked; `sub_axes`: plans
-    may take axes apart where that takes less. `machine`: what takes less is what does on it; None: on this project's
-    CPU ranks."""
+    `kernels`, `overlap`, `fuse`: see `to_program`; `check_indices`: elements that are looked up are checked;
+    `sub_axes`: plans may take axes apart where that takes less. `machine`: what takes less is what does on it; None: on
+    this project's CPU ranks."""
 
     replicate_unknown: bool = False
     kernels: Kernels = field(default_factory=dict)
@@ -142,6 +142,7 @@ class PlanOptions:
     check_indices: bool = True
     machine: Machine | None = None
     sub_axes: bool = False
+    fuse: bool = True
 
     def atoms(self, graph: Graph) -> Atoms:
         """What the dims of a graph's values are made of."""
@@ -228,7 +229,8 @@ def with_parts(plan: ModulePlan, numbers: Collection[int], options: PlanOptions)
 def _planned(explicit: ExplicitGraph, calls: TileCalls, options: PlanOptions) -> ModulePlan:
     """The plan whose changes of layout are these."""
     graph, atoms = explicit.graph, explicit.atoms
-    made = to_program(explicit, calls, options.kernels, options.overlap, check_indices=options.check_indices)
+    checks, fuse = options.check_indices, options.fuse
+    made = to_program(explicit, calls, options.kernels, options.overlap, check_indices=checks, fuse=fuse)
     stages = Stages(graph, atoms, explicit.layouts, explicit, calls, made)
     forms = dict.fromkeys([*explicit.params, *leaves(explicit.result)])
     stored = graph.stored

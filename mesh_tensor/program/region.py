@@ -154,7 +154,7 @@ class _Filled(Mapping[str, ProgramValue]):
             key, beside = self._region.ops[number]
             call, counted = self._call(key)
             flops = counted + self._beside[beside]
-            return OpStep(call, step.args, step.results, step.whole, flops, step.where, None, step.checked)
+            return replace(step, call=call, flops=flops)
         if isinstance(step, CollectiveStep):
             return self._collective(step)
         return WaitStep(self._collective(step.collective)) if isinstance(step, WaitStep) else step

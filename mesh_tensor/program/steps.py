@@ -114,7 +114,7 @@ class OpStep:
     taken apart further. `whole`: the results that have to lie in one piece, for who uses them. `where` names the
     binding. `kernel` computes the same, where there is one that is faster: it takes the operands, then the results.
     `checked`: indices outside of the dim that they are looked up in are refused, and zeros that integers are divided
-    by."""
+    by. `one_for`: the operators that it is in place of, where it is one for several."""
 
     call: OpCall
     args: tuple[str, ...]
@@ -124,6 +124,7 @@ class OpStep:
     where: str
     kernel: tirx.PrimFunc | None = None
     checked: bool = False
+    one_for: tuple[str, ...] = ()
 
     begins = ends = sends = ()
     collective = starts = None
@@ -148,6 +149,11 @@ class OpStep:
     @property
     def uses(self) -> tuple[str, ...]:
         return (*self.args, *self.results)
+
+    @property
+    def stands_for(self) -> tuple[str, ...]:
+        """The operators that it is, each by itself."""
+        return self.one_for or (self.call.operator,)
 
     @property
     def words(self) -> str:

@@ -35,16 +35,16 @@ _COLUMNS = (
 )  # fmt: skip
 _ROWS = (
     "o_proj", "out_proj", "attention.output.dense", "attention.dense", "self_attention.dense", "self_attn.dense",
-    "attn.proj", "out_lin", "attn.c_proj", "SelfAttention.o", "EncDecAttention.o", "attn.Wo", "fc2", "lin2", "fc_out",
-    "mlp.c_proj", "dense_4h_to_h", "wo", "output.dense", "down_proj", "w2", "mlp.Wo", "ffn_output", "x_proj",
-    "conv_kernel_layer",
+    "self_attn.output", "attn.proj", "out_lin", "attn.c_proj", "SelfAttention.o", "EncDecAttention.o", "attn.Wo", "fc2",
+    "lin2", "fc_out", "mlp.c_proj", "dense_4h_to_h", "wo", "output.dense", "down_proj", "w2", "mlp.Wo", "ffn_output",
+    "x_proj", "conv_kernel_layer",
 )  # fmt: skip
 # What is called as one of these, and is no layer of a pair.
 _OTHERS = ("bottleneck.attention.dense",)
 # Second layers inside of a branch: their results are no terms of the stream.
 _INSIDE = ("x_proj", "conv_kernel_layer")
 # Norms that may be over all features between the layers of a pair.
-_NORMS = ("self_attn.q_norm", "self_attn.k_norm", "self_attn.norm", "attn_sub_norm", "ffn_sub_norm")
+_NORMS = ("self_attn.q_norm", "self_attn.k_norm", "self_attn.norm", "attn_sub_norm", "ffn_sub_norm", "mamba.norm")
 # Attention and MLP side by side: one sum for both.
 _SIDE_BY_SIDE = ("codegen", "cohere", "cohere2", "falcon", "gpt_neox", "gptj", "phi")
 # What a layer takes is added to what the layer before made of it: none of them are pairs.
@@ -162,7 +162,10 @@ def hand(model: nn.Module, kind: str, given: Mapping[str, Any]) -> Moved | None:
     handles = []
 
     def listen(layer: nn.Module, key: str) -> None:
-        handles.append(layer.register_forward_hook(lambda *given: sizes.setdefault(key, []).append(_first(given[2]))))
+        def add(layer: nn.Module, given: Any, result: Any) -> None:
+            sizes.setdefault(key, []).append(_first(result) * _rows_of_each(layer, given))
+
+        handles.append(layer.register_forward_hook(add))
 
     weights: dict[int, str] = {}
     norms: list[int] = []
@@ -225,6 +228,11 @@ class _Functions(TorchFunctionMode):
         for name in {self._weights.get(id(arg)) for arg in args} - {None} if func in _ATTENTION else ():
             self.sizes.setdefault(name, []).append(_first(made))
         return made
+
+
+def _rows_of_each(layer: nn.Module, given: Any) -> int:
+    """How many rows of a token are completed: of experts with a norm of their own, one for each that is chosen."""
+    return given[1].shape[-1] if hasattr(layer, "post_expert_norm") else 1
 
 
 def _first(result: Any) -> int:

@@ -43,6 +43,8 @@ class Meets(nn.Module):
             "by the smallest shares": next(total) / (v * 100).softmax(-1).topk(2, largest=False).values.sum(-1),
             "by what is rounded": next(total) / (c / 4).clamp(min=0.5).int(),
             "by what starts again": next(total) / ((v > 0).to(torch.uint8) * 255 + 1),
+            "shares of what cancels": next(total) * ((c - 0.75) / (c - 0.75).sum()),
+            "shares of others": next(total) * (v.reshape(2, 2).T / v.reshape(2, 2).T.sum(1)).flatten(),
             "by places": next(total) / (c + 1).topk(4).indices,
         }
 
@@ -65,9 +67,16 @@ class MeetsNone(nn.Module):
             "an exponential": next(total) * c.exp(),
             "masked": next(total) * torch.exp(c.masked_fill(c > 0, -torch.inf)),
             "shares": (next(total).reshape(2, 2).T * (chosen / chosen.sum())).sum(1),
+            "shares of a sum": next(total) * _shares(c.reshape(1, 4))[0],
+            "shares of sums that are 0": next(total).reshape(2, 2) * _shares(v.reshape(2, 2).T),
             "no infinite ones": next(total) * c.masked_fill(c > 1, -torch.inf).clamp(min=-2.0),
             "signs": next(total) * torch.sign(1 / (c.abs() + 1)),
         }
+
+
+def _shares(x):
+    x = x.abs()
+    return x / x.sum(1, keepdim=True)
 
 
 def _run(model, devices):
@@ -95,7 +104,7 @@ def test_sums_that_meet_no_pole_wait():
     found, wanted, plan = _run(MeetsNone(), 2)
     for name, tensor in wanted.items():
         torch.testing.assert_close(
-            found[name], tensor, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            found[name], tensor, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
         )
     completed = [step.reason for step in plan.explicit.steps if isinstance(step, Change)]
     assert len(completed) == len(wanted)

@@ -106,6 +106,9 @@ def test_what_runs_as_one(name):
         torch.testing.assert_close(run(*tensors), model(*tensors))
         assert [n for step in run.program.ops if (n := step.call.operator) in SHOWN] == FUSED[name]
         assert all(f"torch {n}" in run.explain() for n in FUSED[name])
+        alone = mt.distribute_module(mod, mesh, {"x": {"x": 0}}, fuse="off", poison=True)
+        torch.testing.assert_close(alone(*tensors), model(*tensors))
+        assert not any(step.call.operator.startswith("fused.") for step in alone.program.ops)
 
 
 def test_a_product_whose_sum_is_split_gets_its_bias_once():

@@ -13,7 +13,7 @@ from .blocked_convolution import Convolution, is_convolution
 from .call import OpCall
 from .conv import CONV_ADD
 from .linear_algebra import GROUPED, LINEAR, LOOKED_UP, MATMUL_ADD
-from .nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
+from .nn import LOG_SOFTMAX_BACKWARD, SHARED_ATTENTION, SOFTMAX_GRADIENT
 from .vjp import VJP, vjp_of
 
 # Classes of operators by what bounds their time; what is not here works element by element.
@@ -34,6 +34,8 @@ _CONVOLUTION = "nn.conv2d"  # the class of all of them
 _LOOKUPS = ("take", "gather_elements", "gather_nd", "mesh.local_take", "mesh.local_gather")
 _CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
 _CLASS_OF |= dict.fromkeys((LINEAR, MATMUL_ADD, GROUPED, LOOKED_UP, *CONV_ADD.values()), "product")
+_ATTENTION = {name: name for name in SHARED_ATTENTION} | {shared: name for name, shared in SHARED_ATTENTION.items()}
+_CLASS_OF |= dict.fromkeys(_ATTENTION, "product")
 _CLASS_OF |= dict.fromkeys((SOFTMAX_GRADIENT, LOG_SOFTMAX_BACKWARD), "reduce")
 
 
@@ -56,7 +58,7 @@ def count_flops(call: OpCall) -> int:
     if (call.name.startswith("nn.conv") or call.name in CONV_ADD.values()) and len(call.inputs) > 1:
         weight = call.inputs[1]
         return 2 * call.outputs[0].elements * weight.elements // max(1, weight.shape[0])
-    if call.name.startswith("nn.attention"):
+    if call.name in _ATTENTION:
         return 4 * _scores(call) * call.inputs[0].shape[-1]
     counted = call.outputs if call.operator in _LOOKUPS else (*call.inputs, *call.outputs)
     return max((math.prod(tensor.shape) for tensor in counted), default=0)
@@ -65,7 +67,7 @@ def count_flops(call: OpCall) -> int:
 def _scores(call: OpCall) -> int:
     """Of attention, how many there are, each of a query and a key."""
     batch, queries, heads, _ = call.inputs[0].shape
-    return batch * queries * heads * call.inputs[1].shape[1]
+    return batch * queries * heads * call.inputs[1].shape[1 if call.name in SHARED_ATTENTION else 2]
 
 
 def _labelled(call: OpCall) -> int:
@@ -123,7 +125,7 @@ def operator_work(call: OpCall, machine: Machine, copied: bool = False, again: b
         return Work(machine.roofline("view").start * max(1, len(call.outputs)), 0.0, 0.0)
     if name in _CONVOLUTIONS:
         return _convolution_work(call, machine)
-    return _on_operands(call, machine, 1, name, "move" if kind == "view" else kind)
+    return _on_operands(call, machine, 1, _ATTENTION.get(name, name), "move" if kind == "view" else kind)
 
 
 def pays_apart(call: OpCall) -> bool:
@@ -166,6 +168,6 @@ def _on_operands(call: OpCall, machine: Machine, times: int, *names: str) -> Wor
     dtype = next((tensor.dtype for tensor in (*call.inputs, *call.outputs)), "float32")
     nbytes = touched_bytes(call) if times == 1 else times * sum(map(_nbytes, (*call.inputs, *call.outputs)))
     work = machine.work(times * count_flops(call), nbytes, dtype, *names)
-    if not call.name.startswith("nn.attention"):
+    if call.name not in _ATTENTION:
         return work
     return replace(work, flops=work.flops + machine.work(times * _scores(call), 0, dtype, "reduce").flops)

@@ -106,6 +106,8 @@ def attention(call: OpCall) -> OpRule:
     )
 
 
+#: Attention in which query heads share keys and values, which lie as (batch, heads, positions, width).
+SHARED_ATTENTION = {"nn.attention": "fused.shared_attention", "nn.attention_bias": "fused.shared_attention_bias"}
 SOFTMAX_GRADIENT = "fused.softmax_gradient"
 _OPS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod"}
 

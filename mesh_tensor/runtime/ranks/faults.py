@@ -20,7 +20,7 @@ from mesh_tensor.base.errors import refuse
 from mesh_tensor.base.version import __version__
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import Step
-from mesh_tensor.targets.cpu import attention, gelu
+from mesh_tensor.targets.cpu import attention, gelu, rms_norm
 
 from .calls import Calls, begin_alike, indented
 from .lane import AGREEMENT, Lane
@@ -45,6 +45,7 @@ _PAUSE = 0.02
 _COMPILED = {
     "gelu": ("gelu_tanh", gelu.how),
     "attention": ("nn.attention", attention.how),
+    "norms": ("nn.rms_norm", rms_norm.how),
 }  # by torch where they aren't
 _MOST = 8  # differences that a message tells of
 

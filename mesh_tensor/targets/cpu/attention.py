@@ -17,15 +17,23 @@ from mesh_tensor.base.errors import refuse
 from .loops import in_parts, is_plain, loops
 
 Tensor = torch.Tensor
-_LEAST, _MOST = 16, 4096  # positions: scores of a few of them stay in a cache
+_LEAST, _MOST = 48, 4096  # positions: of fewer, torch's is faster; scores of a few of them stay in a cache
 _PER_THREAD = 1 << 23  # multiplications: with fewer, to start a thread costs more than it saves
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether queries, keys and values of shape (batch, positions, heads, width) are such that this serves: by shapes
-    and by what they are, not by how they lie."""
-    alike = q.shape == k.shape == v.shape and _LEAST <= q.shape[1] <= _MOST and q.numel() > 0
-    return alike and all(map(is_plain, (q, k, v))) and _library() is not None
+    and by what they are, not by how they lie. As many heads of queries share one of keys as follow each other; not in
+    gradients."""
+    (batch, positions, heads, width), (_, _, shared, _) = q.shape, k.shape
+    alike = k.shape == v.shape == (batch, positions, shared, width) and shared > 0 and heads % shared == 0
+    return (
+        alike
+        and q.numel() > 0
+        and _LEAST <= positions <= _MOST
+        and all(map(is_plain, (q, k, v)))
+        and _library() is not None
+    )
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -35,7 +43,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tu
     q, k, v = (_by_rows(tensor) for tensor in (q, k, v))
     y, sums = q.new_empty(q.shape), q.new_empty((batch, heads, positions))
     assert library is not None
-    _run(library.mt_attention, (q, k, v, y, sums), (q, k, v, v), _scale(scale, width))
+    _run(library.mt_attention, (q, k, v, y, sums), (q, k, v, v), _scale(scale, width), heads // k.shape[2])
     return y, sums
 
 
@@ -69,11 +77,16 @@ def _scale(scale: float | None, width: int) -> float:
 
 
 def _run(
-    function: ctypes._NamedFuncPointer, tensors: tuple[Tensor, ...], lie: tuple[Tensor, ...], scale: float
+    function: ctypes._NamedFuncPointer,
+    tensors: tuple[Tensor, ...],
+    lie: tuple[Tensor, ...],
+    scale: float,
+    share: int = 1,
 ) -> None:
-    """On all heads; `lie`: the tensors whose strides the function asks for."""
+    """On all heads; `lie`: the tensors whose strides the function asks for; `share`: heads of queries per head of
+    keys."""
     batch, positions, heads, width = lie[0].shape
-    numbers = (heads, positions, width, *(n for tensor in lie for n in tensor.stride()[:3]))
+    numbers = (heads, positions, width, share, *(n for tensor in lie for n in tensor.stride()[:3]))
     sizes, addresses = (ctypes.c_int64 * len(numbers))(*numbers), [tensor.data_ptr() for tensor in tensors]
     failed: list[int] = []
 

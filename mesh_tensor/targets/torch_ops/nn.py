@@ -7,9 +7,10 @@ import torch.nn.functional as F
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator.call import OpCall
-from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SOFTMAX_GRADIENT
+from mesh_tensor.rules.operator.nn import LOG_SOFTMAX_BACKWARD, SHARED_ATTENTION, SOFTMAX_GRADIENT
 
 from ..cpu import attention as own
+from ..cpu.rms_norm import rms_norm
 from ..dtypes import torch_dtype, wide
 from .table import Function, torch_op
 
@@ -62,14 +63,14 @@ def _rms_norm(call: OpCall) -> Function:
     shape, ndim = last_dims(call), call.inputs[0].ndim
     alike = {tensor.dtype for tensor in (*call.inputs, *call.outputs)}
     if shape is not None and len(alike) == 1 and alike <= {"float32", "float64"}:
-        return lambda x, weight: torch.rms_norm(x, shape, weight, eps)
+        return lambda x, weight: rms_norm(x, shape, weight, eps)
     along = _along(dims, ndim)
 
-    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
         x = wide(x)
         return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps) * wide(along(weight))
 
-    return rms_norm
+    return norm
 
 
 @torch_op("nn.group_norm")
@@ -153,30 +154,38 @@ def _affine(x: Tensor, gamma: Tensor, beta: Tensor, scale: bool, center: bool) -
     return x + beta if center else x
 
 
-@torch_op("nn.attention", "nn.attention_bias")
+@torch_op("nn.attention", "nn.attention_bias", *SHARED_ATTENTION.values())
 def _attention(call: OpCall) -> Function:
     """softmax(query @ key^T * scale + bias) @ value, on tensors of shape (batch, sequence, heads, head size). Of more
     query heads than key heads, as many share a key head as follow each other."""
-    scale, mask = call.attr("scale"), _mask(call)
-    shared = call.inputs[0].shape[2] != call.inputs[1].shape[2]
+    scale, mask, turned = call.attr("scale"), _mask(call), call.name in SHARED_ATTENTION.values()
+    shared = turned or call.inputs[0].shape[2] != call.inputs[1].shape[2]
     causal = len(call.inputs) == 3 and is_causal(call)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         if mask is not None and not causal:
             hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask.to(q.device), -torch.inf)
             bias = hidden if bias is None else bias + hidden
-        if causal and own.takes(q, k, v):
-            return own.causal_attention(q, k, v, scale)[0]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if causal or not turned:
+            others = k.transpose(1, 2), v.transpose(1, 2)
+            by_rows, (k, v) = (others, (k, v)) if turned else ((k, v), others)
+            if causal and own.takes(q, *by_rows):
+                return own.causal_attention(q, *by_rows, scale)[0]
+        q = q.transpose(1, 2)
         made = F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=scale, enable_gqa=shared)
         return made.transpose(1, 2)
 
     return attention
 
 
+def _keys(call: OpCall) -> int:
+    """How many positions the keys of attention have."""
+    return call.inputs[1].shape[2 if call.name in SHARED_ATTENTION.values() else 1]
+
+
 def is_causal(call: OpCall) -> bool:
     """Whether it is torch's own mask: up to the query's position, counted from the first query and key."""
-    kind, equal = call.attr("causal_mask"), call.inputs[0].shape[1] == call.inputs[1].shape[1]
+    kind, equal = call.attr("causal_mask"), call.inputs[0].shape[1] == _keys(call)
     return call.attr("window_size") is None and (kind == "TopLeft" or (kind == "BottomRight" and equal))
 
 
@@ -184,7 +193,7 @@ def _mask(call: OpCall) -> Tensor | None:
     """Which keys a query sees: with a mask those up to its own position, counted from the first query and key or from
     the last ones; of these, with a window, the last so many."""
     kind, window = call.attr("causal_mask"), call.attr("window_size")
-    queries, keys = call.inputs[0].shape[1], call.inputs[1].shape[1]
+    queries, keys = call.inputs[0].shape[1], _keys(call)
     if kind is None and window is None:
         return None
     if kind not in ("TopLeft", "BottomRight") or (window is not None and kind != "BottomRight"):

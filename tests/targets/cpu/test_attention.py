@@ -27,7 +27,7 @@ def _expected(seed: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None
 
 
 def _made(seed: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, ...]:
-    assert ours.takes(q, k, v)
+    assert ours.takes(q, k, v) == (q.shape[1] >= 48)
     y, sums = causal_attention(q, k, v, scale)
     return (y, sums, *causal_attention_backward(seed, q, k, v, y, sums, scale))
 
@@ -60,6 +60,19 @@ def test_tensors_may_lie_anyhow() -> None:
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("share", [1, 2, 6])
+def test_heads_of_queries_share_those_of_keys(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each of them were repeated; by threads, too."""
+    q, (k, v) = torch.randn(3, 50, 6, 8), torch.randn(2, 3, 50, 6 // share, 8)
+    for threads in (1, 4):
+        monkeypatch.setattr(ours, "_PER_THREAD", 1)
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        y, sums = causal_attention(q, k, v, None)
+        wanted = causal_attention(q, k.repeat_interleave(share, 2), v.repeat_interleave(share, 2), None)
+        assert torch.equal(y, wanted[0])
+        assert torch.equal(sums, wanted[1])
+
+
 def test_another_default_dtype_changes_nothing() -> None:
     """C++ fills memory of float32, whatever torch makes where it is not told."""
     tensors = [torch.randn(2, 40, 3, 8) for _ in range(4)]
@@ -76,8 +89,8 @@ def test_another_default_dtype_changes_nothing() -> None:
 
 def test_negated_views_are_left_to_torch() -> None:
     """In memory are the numbers that they are the negatives of."""
-    q, k = torch.randn(1, 40, 2, 8), torch.randn(1, 40, 2, 8)
-    negated = torch.complex(torch.randn(1, 40, 2, 8), torch.randn(1, 40, 2, 8)).conj().imag
+    q, k = torch.randn(1, 50, 2, 8), torch.randn(1, 50, 2, 8)
+    negated = torch.complex(torch.randn(1, 50, 2, 8), torch.randn(1, 50, 2, 8)).conj().imag
     assert negated.is_neg()
     assert ours.takes(q, k, k)
     assert not ours.takes(q, k, negated)
@@ -113,8 +126,13 @@ def test_threads_give_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_is_not_made_for_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(1, 32, 2, 8)
+    x = torch.randn(1, 64, 6, 8)
     assert ours.takes(x, x, x)
+    assert ours.takes(x, x[:, :, :3], x[:, :, :3])
+    assert not ours.takes(x, x[:, :, :3], x[:, :, :2])
+    assert not ours.takes(x, x[:, :, :4], x[:, :, :4])
+    assert not ours.takes(x, x[:, :, :0], x[:, :, :0])
+    assert not ours.takes(x[:, :, :3], x, x)
     assert not ours.takes(x, x[:, :16], x[:, :16])
     assert not ours.takes(x.double(), x.double(), x.double())
     assert not ours.takes(x[:, :8], x[:, :8], x[:, :8])

@@ -5,16 +5,17 @@
 
 #define MT_QUERIES 32
 
-// Strides are of batches, rows and heads; the elements of a row are one after the other.
+// Strides are of batches, rows and heads; the elements of a row are one after the other. `share` heads of queries have one
+// of keys and values.
 struct mt_attention_sizes {
-  int64_t heads, positions, width, q[3], k[3], v[3], seed[3];
+  int64_t heads, positions, width, share, q[3], k[3], v[3], seed[3];
 };
 
 MT_INLINE int64_t mt_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Where a head begins in a tensor with these strides; in one without gaps.
-MT_INLINE int64_t mt_head(const mt_attention_sizes &n, const int64_t *strides, int64_t head) {
-  return head / n.heads * strides[0] + head % n.heads * strides[2];
+MT_INLINE int64_t mt_head(const mt_attention_sizes &n, const int64_t *strides, int64_t head, int64_t share = 1) {
+  return head / n.heads * strides[0] + head % n.heads / share * strides[2];
 }
 
 MT_INLINE int64_t mt_plain_head(const mt_attention_sizes &n, int64_t head) {
@@ -108,7 +109,8 @@ extern "C" __attribute__((visibility("default"))) int mt_attention(const float *
   if (!scores) return 1;
   float parts[MT_QUERIES];
   for (int64_t head = first; head < last; ++head) {
-    const float *qs = q + mt_head(n, n.q, head), *ks = k + mt_head(n, n.k, head), *vs = v + mt_head(n, n.v, head);
+    const float *qs = q + mt_head(n, n.q, head), *ks = k + mt_head(n, n.k, head, n.share);
+    const float *vs = v + mt_head(n, n.v, head, n.share);
     float *ys = y + mt_plain_head(n, head), *all = sums + head * n.positions;
     for (int64_t i = 0; i < n.positions; i += MT_QUERIES) {
       const int64_t rows = mt_smaller(MT_QUERIES, n.positions - i), keys = i + rows;
