@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -115,11 +114,17 @@ class ModuleCalls(OnRanks):
             gc.collect()  # exported programs, which have the weights too, are cycles
 
     @undisturbed
-    def call_alike(self, *args: Any, totals: dict[int, MeshTensor] | None = None) -> Any:
-        """A call with MeshTensors, or with DTensors known to lie alike on all ranks: these are not compared. `totals`,
-        for MeshTensors: as `call_parts` takes them."""
-        use = self._state.call if self._state else partial(_call_alike, totals=totals)
+    def call_alike(self, *args: Any) -> Any:
+        """A call with MeshTensors, or with DTensors known to lie alike on all ranks: these are not compared."""
+        use = self._state.call if self._state else _call_alike
         return self._run(args, lambda: self._signature.passed(self._held, args, {}), use)
+
+    def call_tiles(self, tensors: Sequence[MeshTensor], totals: dict[int, MeshTensor]) -> list[MeshTensor]:
+        """As `call_parts`, on a virtual mesh."""
+        launch = self._launches.get(((), None)) or self._launch({}, None)
+        assert isinstance(launch, ModuleLaunch)
+        with Computing():
+            return launch.parts(tensors, totals)
 
     def carry(self, records: Records) -> None:
         """From now on what torch keeps in these steps is carried to another module, or from one, by `call_parts`."""
@@ -324,5 +329,5 @@ class ModuleCalls(OnRanks):
         return self._plans.of(sizes, self._laid_out, whole_axes, on_ranks=ranks is not None)
 
 
-def _call_alike(launch: AnyLaunch, tensors: Mapping[str, Any], totals: dict[int, MeshTensor] | None) -> Any:
-    return launch(tensors, alike=True) if isinstance(launch, RankModuleLaunch) else launch(tensors, totals)
+def _call_alike(launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:
+    return launch(tensors, alike=True) if isinstance(launch, RankModuleLaunch) else launch(tensors)

@@ -33,7 +33,7 @@ def adding_seconds(here: Any, machine: Machine) -> tuple[float, float]:
         starts += rounds
     seconds = nbytes / machine.memory_rate(3 * nbytes)
     started = machine.launch * (min(1, starts) if machine.processors is None else starts)  # else all start as one
-    return started + 2 * seconds, started + 3 * seconds
+    return started + starts * machine.value + 2 * seconds, started + 3 * seconds
 
 
 def _as_made(here: Any, name: str) -> Sharding:
