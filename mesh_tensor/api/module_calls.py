@@ -20,6 +20,8 @@ from mesh_tensor.importers.imported import CallForm
 from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import FreeStep, Step
+from mesh_tensor.rules.operator.vjp import VJP
+from mesh_tensor.rules.operator.workspace import recorded_bytes
 from mesh_tensor.runtime.ambient import Computing, undisturbed
 from mesh_tensor.runtime.backend import Leave
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
@@ -130,6 +132,11 @@ class ModuleCalls(OnRanks):
         """From now on what torch keeps in these steps is carried to another module, or from one, by `call_parts`."""
         self._carried = records
 
+    def carried_bytes(self) -> int:
+        """What a call leaves on a device for another module (see `carry`), beside its results."""
+        steps = [step for step in self.plan.made.program.ops if step.results[0] in self._carried]
+        return sum(recorded_bytes(step.call) for step in steps if step.call.operator != VJP)
+
     def forget(self, numbers: Collection[int]) -> None:
         """From now on `call_parts` forgets these parameters, by their numbers, after their last use."""
         self._ends = numbers
@@ -148,13 +155,14 @@ class ModuleCalls(OnRanks):
         ways = {"ends": self._ends, "totals": self._totals, "handed_on": self._handed_on}
         return around_handing_on(self.plan, self._carried, **ways)
 
-    def in_memory(self, forgets: bool) -> Program:
-        """The program as far as memory goes, of a call with totals for all results that may be added to some, which
-        have no memory of their own. `forgets`: parameters that `call_parts` forgets end with their last use."""
+    def in_memory(self, forgets: bool, added_up: bool = True) -> Program:
+        """The program as far as memory goes. `forgets`: parameters that `call_parts` forgets end with their last use.
+        `added_up`: there are totals for all results that may be added to some, which have no memory of their own."""
         made = self.plan.made
         program, inputs = made.program, [made.inputs[number] for number in self._ends] if forgets else []
         names = can_be_totals(program, made.result)
-        added = [names[name] for number in self._totals if (name := made.result[number]) in names]
+        totals = self._totals if added_up else ()
+        added = [names[name] for number in totals if (name := made.result[number]) in names]
         none = {name: replace(program.values[name], shape=(0,) * len(program.values[name].shape)) for name in added}
         ended = {program.values[name].storage for name in inputs} - program.outputs
         steps = list[Step]()

@@ -186,7 +186,7 @@ class RankCarrier(Carrier):
         self._ranks, self._numbers = ranks, numbers
         self._there: dict[Key, Any] = {}
         self._coming: dict[Key, Arrival] = {}
-        self._sent: list[tuple[Work, torch.Tensor]] = []
+        self._sent: list[tuple[Work, torch.Tensor | None]] = []
 
     def place(self, here: StageFragments, name: str, tensor: torch.Tensor) -> Part:
         shape = tuple(tensor.shape)
