@@ -15,6 +15,7 @@ from mesh_tensor.annotations.kernel_source import check_kernel
 from mesh_tensor.base.errors import MeshTensorError, refuse
 from mesh_tensor.base.machine import Machine
 from mesh_tensor.base.machine_presets import machine_named
+from mesh_tensor.base.recent import uncollected
 from mesh_tensor.lowering.pipeline import KernelLowering
 from mesh_tensor.program.from_kernel import Lowering
 from mesh_tensor.program.overlap import check_overlap
@@ -36,6 +37,7 @@ from .signature import Signature
 
 
 @undisturbed
+@uncollected
 def compile(
     func: tirx.PrimFunc,
     target: str = "auto",

@@ -26,17 +26,19 @@ from tvm.target import Target
 
 from mesh_tensor.base.dtypes import ALIGNMENT, element_dtype, is_float, itemsize
 from mesh_tensor.base.errors import refuse
+from mesh_tensor.tir.nodes import int_or, nodes
 
 from .blas import blas_wanted, give_blas
 from .cache import add_library, build_once, find_library
 from .dtypes import compute_dtype, storage_dtype
-from .in_place import gemms_in_place
 from .legalize import CKernel, legalize_for_c
+from .products import B_ROW, C_ROW, M, is_product
 from .reduce import LANES
 from .retarget import retarget_for_cpu
 
 ENTRY = "mesh_tensor_kernel"
 _BODY = "mesh_tensor_body"
+_MOST_ROWS = 8  # of a tile in `csrc/mesh_tensor_gemm.h`
 _BLAS_GEMM = "mt_gemm_float32_float32_float32"
 _HEADERS = {
     part: Path(__file__).parent / "csrc" / f"mesh_tensor_{part}.h" for part in ("cpu", "math", "fold", "gemm", "report")
@@ -47,9 +49,7 @@ _C_TYPES = {"float32": "float", "float64": "double", "bool": "uint8_t"}
 def c_source(func: tirx.PrimFunc) -> str:
     """The C++ source of `func` for a CPU: `int mesh_tensor_kernel(pointers and scalars...)`, 0 if it ran, 1 if there
     was no memory for its blocks."""
-    # BLAS wants its blocks where the kernel has put them: what it computes may depend on how they are aligned.
-    placed = func if blas_wanted() else gemms_in_place(func)
-    kernel = legalize_for_c(retarget_for_cpu(placed), _BODY)
+    kernel = legalize_for_c(retarget_for_cpu(func), _BODY)
     generate = tvm_ffi.get_global_func("target.build.tilelang_c")
     try:
         text = generate(ir.IRModule({_BODY: kernel.func}), Target("c")).inspect_source()
@@ -103,7 +103,7 @@ def kernel_key(func: tirx.PrimFunc) -> str:
 def _prelude(kernel: CKernel) -> str:
     """What the generated code is built on: the headers, and a function for each combination of dtypes in a gemm."""
     parts = ["cpu", "math", "fold", *(["gemm"] if kernel.gemms else []), *(["report"] if kernel.reports else [])]
-    lines = [f"#define MT_TOTALS {LANES}", *(_HEADERS[part].read_text() for part in parts)]
+    lines = [f"#define MT_TOTALS {LANES}", *_left_out(kernel), *(_HEADERS[part].read_text() for part in parts)]
     if _BLAS_GEMM in kernel.gemms and blas_wanted():
         lines.insert(0, "#define MT_BLAS")
     if kernel.reports:
@@ -114,6 +114,17 @@ def _prelude(kernel: CKernel) -> str:
         types = [*(_c_type(d) for d in (a, b, c, compute_dtype(c))), *(_c_type(storage_dtype(d)) for d in (a, b, c))]
         lines.append(f"MT_GEMM({name}, {', '.join(types)})")
     return "\n".join(lines)
+
+
+def _left_out(kernel: CKernel) -> list[str]:
+    """What the header of products may do without, for those of the kernel."""
+    products = [stmt.value.args for stmt in nodes(kernel.func.body, tirx.Evaluate) if is_product(stmt)]
+    lines = []
+    if products and all(int_or(args[M], 1) % _MOST_ROWS == 0 for args in products):
+        lines.append("#define MT_WHOLE_ROWS 1")
+    if products and all(int_or(args[stride], 1) != 1 for args in products for stride in (B_ROW, C_ROW)):
+        lines.append("#define MT_NO_TURNS")
+    return lines
 
 
 def gemm_dtypes(function: str) -> tuple[str, ...]:
@@ -192,6 +203,8 @@ _GCC_FLAGS = (
     # A row of a block is copied in place: it is too short for a call of memmove.
     "-fno-tree-loop-distribute-patterns",
 )
+# C's alone: reading the symbols of C++'s takes a linker longer than everything else.
+_GCC_LIBRARIES = ("-nodefaultlibs", "-lm", "-lc", "-lgcc")
 # Tensors of whole pages begin at the same place of one, and loads wait for stores to another page's same place: blocks
 # begin elsewhere. A few lines of a cache; a multiple of ALIGNMENT.
 _STAGGER = 320
@@ -218,7 +231,8 @@ def compile_library(source: Path, library: Path) -> None:
     command = _command()
     if not command:
         refuse("no C++ compiler was found", fix=f"{_INSTALL}, or set CXX to the path of one; {_INTERPRET}")
-    command = [*command, *_flags(_version(tuple(command))), str(source), "-o", str(library)]
+    version = _version(tuple(command))
+    command = [*command, *_flags(version), str(source), "-o", str(library), *_libraries(version)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
@@ -229,7 +243,7 @@ def compile_library(source: Path, library: Path) -> None:
         kept = _kept(source)
         refuse(
             "the C++ compiler fails on the code of a kernel",
-            where=f"{kept}, compiled by {shlex.join([*command[:-3], str(kept), *command[-2:]])}",
+            where=f"{kept}, compiled by {shlex.join(str(kept) if part == str(source) else part for part in command)}",
             why=_first_errors(done),
             fix=f"set CXX to another compiler if this one is broken; if it is not, report it as a bug of mesh_tensor, "
             f"with that file; {_INTERPRET}",
@@ -256,6 +270,10 @@ def _version(command: tuple[str, ...]) -> str:
 
 def _flags(version: str) -> tuple[str, ...]:
     return FLAGS if "clang" in version else (*FLAGS, *_GCC_FLAGS)
+
+
+def _libraries(version: str) -> tuple[str, ...]:
+    return () if "clang" in version else _GCC_LIBRARIES
 
 
 def _refuse_command(program: str, error: OSError) -> None:

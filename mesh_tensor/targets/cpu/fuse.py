@@ -8,7 +8,7 @@ buffer, others are never joined across a write. Statements in between must have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -82,7 +82,7 @@ def contiguous(indices: tuple[tirx.PrimExpr, ...], var: tirx.Var) -> bool:
     if not indices:
         return False
     *outer, last = indices
-    return _offset(last, var, {var}) is not None and not any(uses(index, var) for index in outer)
+    return offset(last, var, {var}) is not None and not any(uses(index, var) for index in outer)
 
 
 def uses(expr: tirx.PrimExpr, var: tirx.Var) -> bool:
@@ -102,7 +102,7 @@ def _loads(expr: tirx.PrimExpr) -> list[MemoryAccess]:
     return [MemoryAccess(load.buffer, tuple(load.indices), False) for load in loads(expr)]
 
 
-def _offset(index: tirx.PrimExpr, var: tirx.Var, bound: set[tirx.Var]) -> tirx.PrimExpr | None:
+def offset(index: tirx.PrimExpr, var: tirx.Var, bound: set[tirx.Var]) -> tirx.PrimExpr | None:
     """`index - var`, if that is the same whatever the variables in `bound` are."""
     if not is_pure_index(index) or index.dtype != var.dtype:
         return None
@@ -164,6 +164,17 @@ def same_memory(a: MemoryAccess, b: MemoryAccess, params: frozenset[tirx.Var]) -
     return a.buffer.data.same_as(b.buffer.data) or {a.buffer.data, b.buffer.data} <= params
 
 
+def apart(touched: Sequence[MemoryAccess], var: tirx.Var, inner: set[tirx.Var], params: frozenset[tirx.Var]) -> bool:
+    """Whether what one iteration `var` of a loop touches no other does, unless all of them only read it; `inner`: the
+    variables of the loops in it."""
+    return all(
+        in_step(a, var, b, var, {var, *inner})
+        for a in touched
+        for b in touched
+        if a.writes and same_memory(a, b, params)
+    )
+
+
 def in_step(a: MemoryAccess, a_var: tirx.Var, b: MemoryAccess, b_var: tirx.Var, bound: set[tirx.Var]) -> bool:
     """Whether the same iteration of both loops touches the same slice along some dim, and no other iteration does."""
     x, y = a.buffer, b.buffer
@@ -172,7 +183,7 @@ def in_step(a: MemoryAccess, a_var: tirx.Var, b: MemoryAccess, b_var: tirx.Var, 
     if not x.same_as(y) and not (same_form and not x.data.same_as(y.data) and all(_equal(*pair) for pair in pairs)):
         return False
     for i, j in zip(a.indices, b.indices, strict=True):
-        left, right = _offset(i, a_var, bound), _offset(j, b_var, bound)
+        left, right = offset(i, a_var, bound), offset(j, b_var, bound)
         if left is not None and right is not None and _equal(left, right):
             return True
     return False

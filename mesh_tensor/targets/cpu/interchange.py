@@ -25,7 +25,7 @@ from mesh_tensor.tir.rewrite import statements, with_inner
 
 from .contract import without_block
 from .exprs import is_pure_index
-from .fuse import MemoryAccess, accesses, bytes_of_step, in_step, same_memory, uses, uses_in, walk
+from .fuse import MemoryAccess, accesses, apart, bytes_of_step, uses, uses_in, walk
 from .products import own_blocks, uses_of, walks_all
 
 _PAGE = 4096  # bytes that a way of the nearest cache has, on x86 and most others
@@ -100,14 +100,8 @@ class _Interchange:
 
     def _independent(self, columns: tirx.For, rows: tirx.For, touched: Sequence[MemoryAccess]) -> bool:
         """Whether what one row touches no other does, unless all of them only read it."""
-        row = rows.loop_var
         bound = {columns.loop_var, *(part.loop_var for part in walk(rows.body) if isinstance(part, tirx.For))}
-        return all(
-            in_step(a, row, b, row, bound)
-            for a in touched
-            for b in touched
-            if a.writes and same_memory(a, b, self._params)
-        )
+        return apart(touched, rows.loop_var, bound, self._params)
 
     def _pays(self, columns: tirx.For, rows: tirx.For, touched: Sequence[MemoryAccess]) -> bool:
         """Whether rows of a parameter come to be walked in order, and what each of them reads again stays near."""

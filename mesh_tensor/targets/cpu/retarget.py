@@ -30,6 +30,7 @@ from .contract import contract_blocks, group_rows
 from .exprs import Bounds, all_of, const, if_then, is_pure_index, map_children, report_statements
 from .fuse import fuse_loops
 from .interchange import rows_outermost
+from .jam import rows_together
 from .lanes import step_by_lanes
 from .products import lean_products
 from .tile_ops import TileOps, update_before_use
@@ -80,9 +81,9 @@ class _Retarget:
                     self._bounds.not_negative(size)
         body = self._stmt(func.body) or tirx.Evaluate(const(0, "int32"))
         params = self._params
-        body = group_rows(lean_products(body), params)
+        body = group_rows(lean_products(body, params), params)
         body = without_copies(contract_blocks(fuse_loops(body, params), params), params)
-        body = step_by_lanes(rows_outermost(body, params), params)
+        body = rows_together(step_by_lanes(rows_outermost(body, params), params), params)
         attrs = {"global_symbol": self._kernel}
         return tirx.PrimFunc(func.params, body, func.ret_type, func.buffer_map, None).with_attr(attrs)
 

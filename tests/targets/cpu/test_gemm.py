@@ -112,6 +112,30 @@ def test_whole_blocks(who, size, trans_A, trans_B):
     torch.testing.assert_close(C.double(), wanted, rtol=1e-5, atol=2e-4)
 
 
+@pytest.mark.parametrize(("rows", "trans_B"), [((64, 8), False), ((64, 12), False), ((64, 8), True)])
+def test_what_no_product_has_is_left_out(rows, trans_B):
+    """Of the micro-kernel: rows that fill no tile, and rows that are read as columns."""
+    shape_B = (32, 32)
+
+    @T.prim_func
+    def heights_kernel(A: T.Tensor((sum(rows), 32)), B: T.Tensor(shape_B), C: T.Tensor((sum(rows), 32))):
+        with T.Kernel(1, threads=128):
+            b = T.alloc_shared(shape_B, "float32")
+            T.copy(B, b)
+            first, second = T.alloc_fragment((rows[0], 32), "float32"), T.alloc_fragment((rows[1], 32), "float32")
+            T.gemm(A[0 : rows[0], 0:32], b, first, transpose_B=trans_B, clear_accum=True)
+            T.gemm(A[rows[0] : sum(rows), 0:32], b, second, transpose_B=trans_B, clear_accum=True)
+            T.copy(first, C[0, 0])
+            T.copy(second, C[rows[0], 0])
+
+    source = cpu_build.c_source(heights_kernel)
+    assert ("#define MT_WHOLE_ROWS 1" in source) == (rows[1] % 8 == 0)
+    assert ("#define MT_NO_TURNS" in source) == (not trans_B)
+    a, b, c = torch.randn(sum(rows), 32), torch.randn(shape_B), torch.empty(sum(rows), 32)
+    compile_for_cpu(heights_kernel)(a, b, c)
+    torch.testing.assert_close(c, a @ (b.T if trans_B else b), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.skipif("blas" not in WHO, reason="this build of torch exports no BLAS")
 @pytest.mark.parametrize(("trans_A", "trans_B"), TRANSPOSES)
 def test_blas_is_called_on_one_thread(monkeypatch, trans_A, trans_B):

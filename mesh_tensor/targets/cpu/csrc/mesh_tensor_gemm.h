@@ -3,7 +3,14 @@
 // A tile of ROWS x WIDTH sums stays in registers. Panels of b are packed, so that they are read in order, unless that
 // gains nothing; a is read in place, or converted a few rows at a time where it isn't of type `Sum`. A `C` of 16 bits
 // is rounded once per DEPTH.
+//
+// What no product of a kernel has takes no time of its compiler: MT_WHOLE_ROWS, that all have a multiple of 8 rows, and
+// MT_NO_TURNS, that rows of none of their operands are read as columns.
 #pragma once
+
+#ifndef MT_WHOLE_ROWS
+#define MT_WHOLE_ROWS 0
+#endif
 
 // What of the nearest cache may be one operand's.
 #define MT_NEAREST_BYTES 16384
@@ -67,14 +74,14 @@ static inline void mt_gemm_rows(int rows, const Sum *a, int64_t a_m, int64_t a_k
     mt_gemm_tile<Sum, ROWS>(a, a_m, a_k, b, b_k, c, c_m, depth, load);
     rows -= ROWS, a += ROWS * a_m, c += ROWS * c_m;
   }
-  if constexpr (ROWS > 1) {
+  if constexpr (ROWS > 1 && !MT_WHOLE_ROWS) {
     if (rows) mt_gemm_rows<Sum, ROWS / 2>(rows, a, a_m, a_k, b, b_k, c, c_m, depth, load);
   }
 }
 
 // Copies blocks of LANES x LANES values, rows of `in` to columns of `out`, in registers: log2(LANES) times, the values of
 // row i and of row i + LANES / 2 are dealt out in turns.
-#if defined(MT_SHUFFLES)
+#if defined(MT_SHUFFLES) && !defined(MT_NO_TURNS)
 template <int LANES, int HALF, typename Vector> static inline Vector mt_in_turns(Vector x, Vector y) {
   const int a = HALF * (LANES / 2), b = a + LANES;
   if constexpr (LANES == 16)
@@ -115,7 +122,7 @@ template <typename To, typename From>
 MT_INLINE void mt_pack(const From *in, int64_t in_row, int64_t in_column, To *out, int64_t out_width, int64_t rows,
                        int64_t columns, int64_t width) {
   int64_t turned_rows = 0, turned_columns = 0;
-#if defined(MT_SHUFFLES)
+#if defined(MT_SHUFFLES) && !defined(MT_NO_TURNS)
   if constexpr (mt_same<To, From>::value) {
     const int LANES = mt_tile<To>::LANES;
     if (in_row == 1) turned_rows = rows - rows % LANES, turned_columns = columns - columns % LANES;
