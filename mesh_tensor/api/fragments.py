@@ -225,7 +225,7 @@ def training_fragments(
             fragment = replace(fragment, module=fragment.module.with_parts(parts))
         made[kind] = fragment
         known = {**fragment.layouts, **known}
-    if options.carries:
+    if options.carries and not options.recompute:  # which would hold what is to be computed again
         _carry(made)
     still = without_gradient(joined) & {*shared} if shared else frozenset()
     here = StageFragments(stage, mesh, made, known, still=still)

@@ -204,12 +204,14 @@ def _in_actions(machine: Machine) -> Machine:
 
 
 def _value() -> float:
-    """What it takes to hand on a value as it lies on a mesh: that of many results more than that of one."""
-    taken, took = distribute(torch.rand(16, 16), Mesh({"x": 1}), {}), [math.inf, math.inf]
-    runs = [distribute_module(activations(16, 16, 32, count), {"x": 1}, target="c") for count in (1, 32)]
+    """What it takes to hand over a value as it lies on a mesh, to a fragment or from it: as many operators take that of
+    many values more than that of one."""
+    taken, counts, took = distribute(torch.rand(16, 16), Mesh({"x": 1}), {}), (1, 32), [math.inf, math.inf]
+    runs = [distribute_module(activations(16, 16, 32, count, count), {"x": 1}, target="c") for count in counts]
     for _ in range(_ROUNDS):
-        took = [min(before, least(partial(run, taken))) for before, run in zip(took, runs, strict=True)]
-    return max(0.0, took[1] - took[0]) / 31
+        for place, (run, count) in enumerate(zip(runs, counts, strict=True)):
+            took[place] = min(took[place], least(partial(run.call_tiles, [taken] * count, {})))
+    return max(0.0, took[1] - took[0]) / 62
 
 
 def _memory(chains: Mapping[int, Chain], launch: float) -> tuple[Memory, ...]:

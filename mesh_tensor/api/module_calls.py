@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -21,6 +20,8 @@ from mesh_tensor.importers.imported import CallForm
 from mesh_tensor.program.plan_module import ModulePlan, PlanOptions
 from mesh_tensor.program.program import Program
 from mesh_tensor.program.steps import FreeStep, Step
+from mesh_tensor.rules.operator.vjp import VJP
+from mesh_tensor.rules.operator.workspace import recorded_bytes
 from mesh_tensor.runtime.ambient import Computing, undisturbed
 from mesh_tensor.runtime.backend import Leave
 from mesh_tensor.runtime.module_inputs import ModuleSignature, refuse_outside
@@ -115,15 +116,26 @@ class ModuleCalls(OnRanks):
             gc.collect()  # exported programs, which have the weights too, are cycles
 
     @undisturbed
-    def call_alike(self, *args: Any, totals: dict[int, MeshTensor] | None = None) -> Any:
-        """A call with MeshTensors, or with DTensors known to lie alike on all ranks: these are not compared. `totals`,
-        for MeshTensors: as `call_parts` takes them."""
-        use = self._state.call if self._state else partial(_call_alike, totals=totals)
+    def call_alike(self, *args: Any) -> Any:
+        """A call with MeshTensors, or with DTensors known to lie alike on all ranks: these are not compared."""
+        use = self._state.call if self._state else _call_alike
         return self._run(args, lambda: self._signature.passed(self._held, args, {}), use)
+
+    def call_tiles(self, tensors: Sequence[MeshTensor], totals: dict[int, MeshTensor]) -> list[MeshTensor]:
+        """As `call_parts`, on a virtual mesh."""
+        launch = self._launches.get(((), None)) or self._launch({}, None)
+        assert isinstance(launch, ModuleLaunch)
+        with Computing():
+            return launch.parts(tensors, totals)
 
     def carry(self, records: Records) -> None:
         """From now on what torch keeps in these steps is carried to another module, or from one, by `call_parts`."""
         self._carried = records
+
+    def carried_bytes(self) -> int:
+        """What a call leaves on a device for another module (see `carry`), beside its results."""
+        steps = [step for step in self.plan.made.program.ops if step.results[0] in self._carried]
+        return sum(recorded_bytes(step.call) for step in steps if step.call.operator != VJP)
 
     def forget(self, numbers: Collection[int]) -> None:
         """From now on `call_parts` forgets these parameters, by their numbers, after their last use."""
@@ -143,13 +155,14 @@ class ModuleCalls(OnRanks):
         ways = {"ends": self._ends, "totals": self._totals, "handed_on": self._handed_on}
         return around_handing_on(self.plan, self._carried, **ways)
 
-    def in_memory(self, forgets: bool) -> Program:
-        """The program as far as memory goes, of a call with totals for all results that may be added to some, which
-        have no memory of their own. `forgets`: parameters that `call_parts` forgets end with their last use."""
+    def in_memory(self, forgets: bool, added_up: bool = True) -> Program:
+        """The program as far as memory goes. `forgets`: parameters that `call_parts` forgets end with their last use.
+        `added_up`: there are totals for all results that may be added to some, which have no memory of their own."""
         made = self.plan.made
         program, inputs = made.program, [made.inputs[number] for number in self._ends] if forgets else []
         names = can_be_totals(program, made.result)
-        added = [names[name] for number in self._totals if (name := made.result[number]) in names]
+        totals = self._totals if added_up else ()
+        added = [names[name] for number in totals if (name := made.result[number]) in names]
         none = {name: replace(program.values[name], shape=(0,) * len(program.values[name].shape)) for name in added}
         ended = {program.values[name].storage for name in inputs} - program.outputs
         steps = list[Step]()
@@ -324,5 +337,5 @@ class ModuleCalls(OnRanks):
         return self._plans.of(sizes, self._laid_out, whole_axes, on_ranks=ranks is not None)
 
 
-def _call_alike(launch: AnyLaunch, tensors: Mapping[str, Any], totals: dict[int, MeshTensor] | None) -> Any:
-    return launch(tensors, alike=True) if isinstance(launch, RankModuleLaunch) else launch(tensors, totals)
+def _call_alike(launch: AnyLaunch, tensors: Mapping[str, Any]) -> Any:
+    return launch(tensors, alike=True) if isinstance(launch, RankModuleLaunch) else launch(tensors)

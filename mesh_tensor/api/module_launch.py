@@ -183,7 +183,7 @@ class ModuleLaunch(PlannedLaunch):
         if run is None:
             return None
         made = copy(self)
-        for known in ("_overwritten", "_may_share"):
+        for known in ("_overwritten", "_may_share", "_entries", "_exits"):
             vars(made).pop(known, None)
         made.plan, made._run = plan, run
         made._ports = self._ports | {
@@ -193,17 +193,29 @@ class ModuleLaunch(PlannedLaunch):
         }
         return made
 
-    def __call__(
-        self, tensors: Mapping[str, torch.Tensor | MeshTensor], totals: dict[int, MeshTensor] | None = None
-    ) -> Any:
-        """What the function returns for these tensors; weights are there already. `totals`: as `call_parts` of a
-        module takes them."""
+    def __call__(self, tensors: Mapping[str, torch.Tensor | MeshTensor]) -> Any:
+        """What the function returns for these tensors; weights are there already."""
         given = {self._inputs[name]: self._port(name).refine(tensor) for name, tensor in tensors.items()}
         as_mesh_tensors = any(isinstance(tensor, MeshTensor) for tensor in tensors.values())
-        added = self._added(totals) if totals else {}
-        made = self._run(given, {}, as_mesh_tensors=as_mesh_tensors, totals=added)
+        made = self._run(given, {}, as_mesh_tensors=as_mesh_tensors)
         known = {**self._held, **given, **made}
         return self._given_out(self._result, known, as_mesh_tensors, tensors.values())
+
+    def parts(self, given: Sequence[MeshTensor], totals: dict[int, MeshTensor]) -> list[Any]:
+        """What the function returns for all of its parameters, in their order; results may be in memory of these.
+        `totals`: as `call_parts` of a module takes them."""
+        own = {port.name: port.refine(tensor) for port, tensor in zip(self._entries, given, strict=True)}
+        made = self._run(own, {}, as_mesh_tensors=True, totals=self._added(totals))
+        known = {**self._held, **own, **made}
+        return [port.merge(known[port.name]) for port in self._exits]
+
+    @cached_property
+    def _entries(self) -> list[ModulePort]:
+        return [self._ports[name] for name in self._inputs.values()]
+
+    @cached_property
+    def _exits(self) -> list[ModulePort]:
+        return [self._ports[name] for name in self._result]
 
     def _added(self, totals: dict[int, MeshTensor]) -> dict[str, MeshTensor]:
         """Those that lie as the results do, by the values of these; they are taken out."""

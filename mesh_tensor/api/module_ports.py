@@ -24,7 +24,7 @@ from mesh_tensor.plan.ir import Interleaved
 from mesh_tensor.program.plan_module import ModulePlan, Port
 from mesh_tensor.program.program import ProgramValue
 from mesh_tensor.runtime.module_inputs import ModuleSignature
-from mesh_tensor.runtime.placement import layout_of
+from mesh_tensor.runtime.placement import Layout, layout_of
 from mesh_tensor.runtime.ranks import is_dtensor
 from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles
 from mesh_tensor.targets.dtypes import torch_dtype, torch_tensor
@@ -132,7 +132,14 @@ class ModulePort(Port):
 
     def _is_same(self, tensor: MeshTensor) -> bool:
         """Whether a tensor in the program's layout is what the caller knows, as it is."""
-        return self._is_as_known and tensor.shape == self.shape and tensor.sharding == self.sharding
+        if not self._is_as_known:
+            return False
+        return tensor.layout is self._layout or (tensor.shape == self.shape and tensor.sharding == self.sharding)
+
+    @cached_property
+    def _layout(self) -> Layout:
+        """How the program has it."""
+        return layout_of(self.refined, torch_dtype(self.dtype), self.sharding)
 
     @cached_property
     def _is_as_known(self) -> bool:

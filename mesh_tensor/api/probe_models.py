@@ -98,15 +98,19 @@ def block(rows: int, width: int, count: int) -> ir.IRModule:
     return builder.get()
 
 
-def activations(rows: int, width: int, count: int, results: int) -> ir.IRModule:
-    """So many activations, one of the other, of which the last ones are results."""
+def activations(rows: int, width: int, count: int, results: int, inputs: int = 1) -> ir.IRModule:
+    """So many activations, the first ones of an input each, others one of the other, of which the last ones are
+    results."""
     builder = relax.BlockBuilder()
-    value = relax.Var("x", relax.TensorStructInfo((rows, width), "float32"))
-    with builder.function("main", [value]):
+    names = ["x", *(f"x{number}" for number in range(1, inputs))]
+    params = [relax.Var(name, relax.TensorStructInfo((rows, width), "float32")) for name in names]
+    made: list[relax.Var] = []
+    with builder.function("main", params):
         with builder.dataflow():
-            made = [value := builder.emit(_ops.nn.relu(value)) for _ in range(count - results)]
-            made = [value := builder.emit_output(_ops.nn.relu(value)) for _ in range(results)]
-        builder.emit_func_output(relax.Tuple(made))
+            for number in range(count):
+                emit = builder.emit_output if number >= count - results else builder.emit
+                made.append(emit(_ops.nn.relu(params[number] if number < inputs else made[-1])))
+        builder.emit_func_output(relax.Tuple(made[count - results :]))
     return builder.get()
 
 

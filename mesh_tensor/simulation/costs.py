@@ -18,7 +18,7 @@ from mesh_tensor.program.steps import CollectiveStep, FreeStep, KernelStep, OpSt
 from mesh_tensor.rules.kernel.cost import has_products, loaded_again, loaded_bytes
 from mesh_tensor.rules.operator.call import OpCall
 from mesh_tensor.rules.operator.cost import class_of, operator_work, pays_apart, read_bytes, touched_bytes
-from mesh_tensor.rules.operator.vjp import VJP, vjp_of
+from mesh_tensor.rules.operator.vjp import VJP, called_with, can_be_recorded, vjp_of
 from mesh_tensor.rules.operator.workspace import workspace_bytes
 
 COMPUTE = -1  # the stream of the device itself; others are numbers of the machine's links
@@ -61,6 +61,7 @@ class StepCosts:
         self._now, self._touched = self._all, dict[str, int]()  # bytes touched so far, and when a value was, at last
         self._ran = dict[object, int]()  # ... when a step of a kind started, at last
         self._freed: dict[int, list[int]] = {}  # ... when so many bytes were given back
+        self._calls = set[tuple[str, tuple[str, ...]]]()  # of operators that have run, with their operands
 
     def inside(self, body: Program) -> StepCosts:
         """Prices of a loop's body: what it takes was touched before it when it was here."""
@@ -113,12 +114,13 @@ class StepCosts:
             made = () if class_of(name) == "view" and not copied else self._made(step.results)
             levels = (*self._levels(step.args, touched_bytes(step.call)), *made)
         of = step.call.literals if name == VJP else ()  # gradients of which operator
-        colder = self._colder((name, of))
-        key = name, of, step.call.inputs, step.call.outputs, step.flops, copied, different, levels, colder, self._handed
+        colder, again = self._colder((name, of)), self._runs_again(step)
+        state = copied, different, levels, colder, again, self._handed
+        key = name, of, step.call.inputs, step.call.outputs, step.flops, *state
         if key not in self._known:
             together = different > 1 and self._machine.processors is not None and pays_apart(step.call)
             rounds = self._machine.rounds(different, together)
-            self._known[key] = self._priced(step, copied, rounds, levels, together, colder), rounds, together
+            self._known[key] = self._priced(step, copied, rounds, levels, together, colder, again), rounds, together
         found, rounds, together = self._known[key]
         if found.nbytes:
             self._touch((*step.args, *step.results), rounds)
@@ -146,9 +148,15 @@ class StepCosts:
         return StepCost(name, COMPUTE, work.seconds + colder, work.bound, 0, nbytes)
 
     def _priced(
-        self, step: OpStep, copied: bool, rounds: int, levels: tuple[int, ...], together: bool, colder: float
+        self,
+        step: OpStep,
+        copied: bool,
+        rounds: int,
+        levels: tuple[int, ...],
+        together: bool,
+        colder: float,
+        again: bool,
     ) -> StepCost:
-        again = self._machine.processors is not None and self._program.mesh.num_devices > 1
         work, name = operator_work(step.call, self._machine, copied, again), step.call.operator
         sizes = [*read_bytes(step.call), *(self._program.values[name].tile_bytes for name in step.results)]
         work = self._from(work, levels, sizes, touched_bytes(step.call))
@@ -157,6 +165,19 @@ class StepCosts:
         nbytes = touched_bytes(step.call) if work.memory else 0
         seconds = self._in_turn(work, rounds, together) + colder
         return StepCost(name, COMPUTE, seconds, work.bound, step.flops if work.flops else 0, nbytes)
+
+    def _runs_again(self, step: OpStep) -> bool:
+        """Whether gradients run their operator once more, where devices share processors: nothing of its call was kept
+        if they took turns at it, or another program ran it."""
+        if self._machine.processors is None:  # as ranks: they keep it, and carry it from program to program
+            return False
+        if step.call.operator != VJP:
+            self._calls.add((step.call.name, step.args))
+            return False
+        if not can_be_recorded(step.call):
+            return False
+        forward, operands = called_with(step.call, step.args)
+        return self._program.mesh.num_devices > 1 or (forward.name, operands) not in self._calls
 
     def free(self, step: FreeStep) -> None:
         """A later result of as many bytes may lie there."""

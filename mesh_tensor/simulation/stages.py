@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from mesh_tensor.base.collectives import BETWEEN, collective_time
@@ -14,7 +15,7 @@ from mesh_tensor.base.placement import Partial, Replicate
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.pipelining.check import Held
 from mesh_tensor.pipelining.fragments import gradient_name
-from mesh_tensor.pipelining.schedule import Schedule
+from mesh_tensor.pipelining.schedule import Action, Schedule
 from mesh_tensor.program.verify import peak_bytes
 from mesh_tensor.redistribution.transfer import TransferPlan
 
@@ -33,7 +34,7 @@ def adding_seconds(here: Any, machine: Machine) -> tuple[float, float]:
         starts += rounds
     seconds = nbytes / machine.memory_rate(3 * nbytes)
     started = machine.launch * (min(1, starts) if machine.processors is None else starts)  # else all start as one
-    return started + 2 * seconds, started + 3 * seconds
+    return started + starts * machine.value + 2 * seconds, started + 3 * seconds
 
 
 def _as_made(here: Any, name: str) -> Sharding:
@@ -98,7 +99,9 @@ def held_for_backward(here: Any) -> Held:
     given = {name for kind in "FI" if kind in here.fragments for name in here.fragments[kind].gives}
     from_input = here.fragments["I"].takes if "I" in here.fragments else ()
     after_input, weights = halfway & {*made, *given, *from_input}, set(weights_of(here))
-    return Held(tile_bytes(here, (later & made) - weights), tile_bytes(here, after_input - weights))
+    carried = here.fragments["F"].module.carried_bytes()
+    until = carried * ("I" not in here.fragments)  # which takes it, where there is one
+    return Held(carried + tile_bytes(here, (later & made) - weights), until + tile_bytes(here, after_input - weights))
 
 
 def summed_gradients(here: Any) -> list[str]:
@@ -114,27 +117,56 @@ def held_bytes_of(
     found = []
     for mesh in range(meshes):
         mine = [here for here in stages if schedule.mesh_of[here.stage.index] == mesh]
-        state = sum(
-            tile_bytes(here, weights_of(here)) + tile_bytes(here, map(gradient_name, summed_gradients(here)), GRADIENT)
-            for here in mine
+        state = sum(tile_bytes(here, weights_of(here)) for here in mine)
+        sums = {  # which are the first microbatch's gradients first
+            here.stage.index: tile_bytes(here, map(gradient_name, summed_gradients(here)), GRADIENT) for here in mine
+        }
+        beside, at_first = (
+            {here.stage.index: _beside(here, held[here.stage.index], machine, first) for here in mine}
+            for first in (False, True)
         )
-        beside = {here.stage.index: _beside(here, held[here.stage.index], machine) for here in mine}
-        live, row = 0.0, list[int]()
-        for action in schedule.rows[mesh]:
-            most = live + beside[action.stage].get(action.kind, 0)
+        last_kind = {here.stage.index: "W" if "W" in here.fragments else "B" for here in mine}
+        live, row, actions = 0.0, list[int](), schedule.rows[mesh]
+        for action, following in zip_longest(actions, actions[1:]):
+            awaited = 0  # ranks make ready for what the next action takes
+            if machine.processors is None and following is not None:
+                awaited = tile_bytes(stages[following.stage], _arriving(stages, following))
+            first = action.kind == last_kind[action.stage] and action.stage in sums
+            most = live + (at_first if first else beside)[action.stage].get(action.kind, 0)
             live += held[action.stage].change(action.kind) if schedule.has_backward else 0
-            row.append(state + int(max(most, live)))
+            before, state = state, state + (sums.pop(action.stage) if first else 0)
+            row.append(awaited + int(max(before + most, state + live)))
         found.append((*row, state + int(live)))
     return tuple(found)
 
 
-def _beside(here: Any, held: Held, machine: Machine) -> dict[str, int]:
-    """What each fragment of a stage needs beside weights, sums of their gradients, and what was there before it. Where
-    devices have processors of their own, as ranks have, a backward forgets what it is the last to take."""
+def _arriving(stages: Sequence[Any], action: Action) -> Iterator[str]:
+    """What an action takes of other meshes, by name; a gradient as often as stages give it."""
+    here = stages[action.stage]
+    if action.kind == "F":
+        yield from (name for name, source in here.stage.takes.items() if _are_apart(here, stages[source]))
+        return
+    before = here.fragments["I"].takes if action.kind == "W" and "I" in here.fragments else ()
+    fragment = here.fragments.get(action.kind)
+    for name in () if fragment is None else fragment.takes:
+        if name not in before and (value := here.valued.get(name)) in here.stage.gives:
+            takers = [there for there in stages if value in there.stage.takes and _are_apart(here, there)]
+            yield from (name for there in takers if name in there.given)
+
+
+def _are_apart(here: Any, there: Any) -> bool:
+    return here.stage.mesh != there.stage.mesh
+
+
+def _beside(here: Any, held: Held, machine: Machine, first: bool) -> dict[str, int]:
+    """What each fragment of a stage needs beside weights, sums of their gradients, and what was there before it; the
+    `first` ones make what becomes these sums. Where devices have processors of their own, as ranks have, a backward
+    forgets what it is the last to take."""
     weights, found = set(weights_of(here)), {}
     for kind, fragment in here.fragments.items():
         own = tile_bytes(here, [name for name in fragment.takes if name in weights])
         before = {"F": 0.0, "W": held.forward if held.weight is None else held.weight}.get(kind, held.forward)
-        most = peak_bytes(fragment.module.in_memory(machine.processors is None), working_bytes(machine))
+        program = fragment.module.in_memory(machine.processors is None, added_up=not first)
+        most = peak_bytes(program, working_bytes(machine))
         found[kind] = max(0, most - own - int(before))
     return found

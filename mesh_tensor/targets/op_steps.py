@@ -16,13 +16,13 @@ from mesh_tensor.program.program import Program, ProgramValue
 from mesh_tensor.program.steps import OpStep, Step, only
 from mesh_tensor.rules.operator import OpCall
 from mesh_tensor.rules.operator.aten import ANY, name_of
-from mesh_tensor.rules.operator.vjp import VJP, vjp_of
+from mesh_tensor.rules.operator.vjp import VJP, called_with, can_be_recorded, vjp_of
 
 from .dtypes import torch_dtype
 from .kernels import Target
 from .straight_line import Line, Shape, StraightLine, TileCall
 from .tile_memory import keep_heap
-from .torch_ops import Valid, added_function, can_be_recorded, keeps_alike, makes_new, recorded, untyped_function
+from .torch_ops import Valid, added_function, keeps_alike, makes_new, recorded, untyped_function
 from .totals import adding
 
 Shapes = tuple[Shape, ...]
@@ -195,10 +195,8 @@ def _differentiated(
     """The step whose gradients this one computes, of these."""
     if step.call.operator != VJP or not _is_plain(step) or not can_be_recorded(step.call):
         return None
-    stated = vjp_of(step.call)
-    forward, operands = stated.forward, dict(zip(stated.given, step.args, strict=False))
-    names = tuple([same.get(operands[number], operands[number]) for number in range(len(operands))])
-    first = known.get((forward.name, names))
+    forward, names = called_with(step.call, step.args)
+    first = known.get((forward.name, tuple([same.get(name, name) for name in names])))
     return first if first is not None and first.call.kind == forward.kind else None
 
 

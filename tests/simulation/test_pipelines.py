@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mesh_tensor as mt
-from mesh_tensor.base.machine import Link, Machine, Memory
+from mesh_tensor.base.machine import Link, Machine, Memory, Roofline
 from tests.api.pipeline.models import Net, imported
 
 # What links do costs nothing, unless it is said.
@@ -196,12 +196,14 @@ def test_a_mesh_that_starts_inside_of_a_node_sends_between_nodes(module):
 
 
 def test_values_of_fragments_are_handed_to_them_and_taken_from_them(module):
-    """Each tile of what they take and give, one after the other where devices share a processor."""
+    """Each tile of what they take and give, one after the other where devices share a processor; and what is kept of
+    the first gradients, which devices share here."""
     alone = replace(FREE, processors=1)
     run = mt.pipeline(module, {"m0": {"d": 2}, "m1": {"d": 2}}, ["blocks.1"], microbatches=2, train=True)
     tiles = [2 * (len(each.takes) + len(each.gives)) for here in run.fragments for each in here.fragments.values()]
     longer = mt.simulate(run, replace(alone, value=1.0)).time - mt.simulate(run, alone).time
-    assert longer == pytest.approx(2 * sum(tiles))
+    kept = sum(len(here.sums["B"]) for here in run.fragments)
+    assert longer == pytest.approx(2 * sum(tiles) + kept)
     apart = mt.simulate(run, replace(FREE, value=1.0))
     assert apart.time < longer
 
@@ -242,3 +244,35 @@ def test_gradients_that_are_added_up_are_held_once(microbatches):
     run = mt.pipeline(program, {"m0": {"d": 1}}, 1, microbatches=microbatches, train=True, reduction="sum")
     weights = 4 * 2 * 64 * 512
     assert 2 * weights < mt.simulate(run, "cpu").peak_bytes < 2.1 * weights
+
+
+class Normed(nn.Module):
+    """A norm between two linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 5))
+
+    def forward(self, x, y):
+        """The loss."""
+        return F.cross_entropy(self.layers(x), y)
+
+
+def test_gradients_run_an_operator_again_that_another_fragment_ran():
+    """torch keeps what a norm computed for its gradients in one program; ranks carry it from forward to backward."""
+    normed = mt.from_torch(torch.export.export(Normed(), (torch.randn(4, 6), torch.randint(5, (4,)))))
+    classes = {"nn.layer_norm": Roofline(start=1.0), "gradient of nn.layer_norm": Roofline(start=10.0)}
+    machine = replace(FREE, classes=classes)
+
+    def seconds(processors, **options):
+        run = mt.pipeline(normed, {"m": {"d": 1}}, 1, train=True, **options)
+        steps = mt.simulate(run, replace(machine, processors=processors)).fragments[0, "B"].steps
+        return sum(s.end - s.start for s in steps if s.kind == "gradient of nn.layer_norm")
+
+    assert seconds(None) == pytest.approx(10.0)
+    assert seconds(1) == pytest.approx(11.0)
+    assert seconds(1, recompute=True) == pytest.approx(10.0)  # the backward runs it itself
+    x = {"x": {"d": 0}, "y": {"d": 0}}
+    split = mt.distribute_module(mt.gradient(normed), {"d": 2}, x)
+    steps = mt.simulate(split, replace(machine, processors=1)).steps  # devices take turns: each runs it again
+    assert sum(s.end - s.start for s in steps if s.kind == "gradient of nn.layer_norm") == pytest.approx(22.0)

@@ -14,7 +14,7 @@ from mesh_tensor.runtime.placement import layout_of
 from mesh_tensor.runtime.ranks.lane import Work
 from mesh_tensor.runtime.ranks.redistribution import Part, part_of, rank_layout
 from mesh_tensor.runtime.ranks.transfers import Arrival, RankTopology, rank_transfer
-from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles, transfer
+from mesh_tensor.runtime.virtual.mesh_tensor import MeshTensor, distribute, of_tiles, plan_transfer, run_transfer
 
 from ..fragments import Fragment, StageFragments
 
@@ -111,10 +111,19 @@ class Mailbox(Carrier):
 
     def hand(self, here: StageFragments, there: StageFragments, name: str, value: MeshTensor, microbatch: int) -> None:
         same, layout = here.stage.mesh == there.stage.mesh, there.layouts[name]
-        value = value.redistribute(layout) if same else transfer(value, there.mesh, layout)
+        value = value.redistribute(layout) if same else run_transfer(self._route(here, there, name, value), value)
         with self._changed:
             self._there[name, here.stage.index, there.stage.index, microbatch] = value
             self._changed.notify_all()
+
+    @staticmethod
+    def _route(here: StageFragments, there: StageFragments, name: str, value: MeshTensor) -> TransferPlan:
+        key = (name, there.stage.index)
+        plan = here.routes.get(key)
+        if plan is None or plan.src != value.sharding:
+            plan = plan_transfer(value.shape, value.dtype, value.sharding, there.mesh, there.layouts[name])
+            here.routes[key] = plan
+        return plan
 
     def expect(self, here: StageFragments, there: StageFragments, name: str, microbatch: int) -> None:
         pass  # values come without being asked for
@@ -135,7 +144,7 @@ class Mailbox(Carrier):
         totals: dict[int, MeshTensor],
         hand_on: Callable[[dict[int, Any]], None],
     ) -> Sequence[MeshTensor]:
-        return fragment.module.call_alike(*values, totals=totals)
+        return fragment.module.call_tiles(values, totals)
 
     def add(self, one: MeshTensor, other: MeshTensor) -> MeshTensor:
         return one + other
@@ -177,7 +186,7 @@ class RankCarrier(Carrier):
         self._ranks, self._numbers = ranks, numbers
         self._there: dict[Key, Any] = {}
         self._coming: dict[Key, Arrival] = {}
-        self._sent: list[tuple[Work, torch.Tensor]] = []
+        self._sent: list[tuple[Work, torch.Tensor | None]] = []
 
     def place(self, here: StageFragments, name: str, tensor: torch.Tensor) -> Part:
         shape = tuple(tensor.shape)
@@ -274,4 +283,5 @@ def _tile_by_tile(make: Callable[..., torch.Tensor], *values: MeshTensor) -> Mes
         if key not in made:
             made[key] = make(*each)
         tiles.append(made[key])
-    return of_tiles(tiles, layout_of(tuple(values[0].shape), tiles[0].dtype, values[0].sharding))
+    layout, dtype = values[0].layout, tiles[0].dtype
+    return of_tiles(tiles, layout if dtype is layout.dtype else layout_of(layout.shape, dtype, layout.sharding))

@@ -26,6 +26,8 @@ from .call_text import dumps, expression_text, info_of, loads, read_expression, 
 from .rule import Dim, LocalCall, OpRule, atoms_of, rule, rule_of
 
 VJP = "mesh.vjp"
+# Of operators whose results, or what else they compute, their gradients need.
+_RECORDED = {"nn.attention", "nn.attention_bias", "nn.layer_norm", "nn.rms_norm"}
 _LEAST_EPSILON = 1e-12  # its third power of an inverse root is finite in float32
 
 
@@ -53,6 +55,19 @@ class Vjp:
         if len(self.calls) != 1:
             refuse("the gradient of several operators at once has no sharding rule", fix="take them one by one")
         return self.calls[0][0]
+
+
+def can_be_recorded(call: OpCall) -> bool:
+    """Whether what the operator has computed helps to compute its gradients, which would run it again else."""
+    stated = vjp_of(call)
+    return len(stated.calls) == 1 and stated.calls[0][0].name in _RECORDED and len(stated.given) == len(stated.operands)
+
+
+def called_with(call: OpCall, args: Sequence[str]) -> tuple[OpCall, tuple[str, ...]]:
+    """The operator's call of gradients that take `args` and can be recorded, and what of these are its operands."""
+    stated = vjp_of(call)
+    operands = dict(zip(stated.given, args, strict=False))
+    return stated.forward, tuple([operands[number] for number in range(len(operands))])
 
 
 def vjp_call(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mesh_tensor.base.dtypes import dtype_bits
+from mesh_tensor.base.dtypes import TensorType, dtype_bits
 
 from .blocked_convolution import Convolution, is_convolution
 from .call import OpCall
@@ -32,6 +32,19 @@ def workspace_bytes(call: OpCall, block: int | None) -> int:
     if _is_pool(call):
         return _pooled(call)
     return Convolution(call, block).forward() if is_convolution(call) else 0
+
+
+def recorded_bytes(call: OpCall) -> int:
+    """What torch keeps of an operator's call for its gradients, beside operands and results: of a layer norm two
+    numbers per row, of attention one per row of scores. 0 of what isn't known to keep any."""
+    x = call.inputs[0]
+    if call.name == "nn.layer_norm":
+        return 2 * x.elements // math.prod(x.shape[axis] for axis in call.axes(call.attr("axes"))) * _itemsize(x)
+    return math.prod(x.shape[:3]) * _itemsize(x) if call.name == "nn.attention" else 0
+
+
+def _itemsize(tensor: TensorType) -> int:
+    return dtype_bits(tensor.dtype) // 8
 
 
 def _drawn(call: OpCall) -> int:

@@ -141,7 +141,10 @@ class Work(Protocol):
 
 
 class Wire(Protocol):
-    """The connections of one rank with the others of its mesh."""
+    """The connections of one rank with the others of its mesh. `copies`: what is sent is copied first, and may be
+    written, or forgotten, at once."""
+
+    copies: bool
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
         """Begin to send a contiguous tensor, which stays as it is until that is done."""
@@ -166,6 +169,8 @@ class Board(Protocol):
 class GlooWire:
     """Connections of gloo's, of CPU memory. They are the mesh's own: what becomes of them is of no matter to the user's
     process groups. All ranks have to make it at the same time."""
+
+    copies = False
 
     def __init__(self, store: Any, rank: int, count: int, timeout: timedelta) -> None:
         self._peer = (rank + 1) % count

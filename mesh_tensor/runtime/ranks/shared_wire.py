@@ -137,6 +137,8 @@ class _Peer:
 class SharedWire:
     """The Wire of a rank whose `peers` are connected by packet sockets. Several threads may use it."""
 
+    copies = True
+
     def __init__(self, peers: Mapping[int, socket.socket], timeout: timedelta) -> None:
         self._timeout = timeout.total_seconds()
         self._peers = {number: _Peer(end) for number, end in peers.items()}
@@ -151,7 +153,7 @@ class SharedWire:
         weakref.finalize(self, _close, list(self._peers.values()), self._more)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> _Sent:
-        """Send a contiguous tensor; it may be written as soon as this returns. The wait ends when it is asked for."""
+        """Send a contiguous tensor. The wait ends when it is asked for."""
         peer, address, nbytes = self._peers[to], tensor.data_ptr(), tensor.nbytes
         if nbytes <= _INLINE:
             self._say(peer, _RECORD.pack(tag, nbytes, _IN_SOCKET, 0) + ctypes.string_at(address, nbytes))

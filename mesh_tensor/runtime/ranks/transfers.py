@@ -88,15 +88,16 @@ class RankTopology:
         """The DeviceMesh of this rank's mesh."""
         return self.device_meshes[self.name]
 
-    def send(self, plan: TransferPlan, part: Part, to: str, number: int) -> list[tuple[Work, torch.Tensor]]:
+    def send(self, plan: TransferPlan, part: Part, to: str, number: int) -> list[tuple[Work, torch.Tensor | None]]:
         """Begin to send a tensor of this rank's mesh to another mesh, as message `number` of the call. All ranks of
-        the mesh have to. What is sent stays as it is until that is done."""
+        the mesh have to. What is given with the work stays as it is until that is done."""
         local = part.laid(plan.before.dst, self.mine).local
-        works = []
+        works = list[tuple[Work, torch.Tensor | None]]()
         for send in plan.sends:
             if send.source == self.rank:
                 data = _bytes(local[send.source_region])
-                works.append((self._send(data, self.topology.devices(to)[send.target], number), data))
+                work = self._send(data, self.topology.devices(to)[send.target], number)
+                works.append((work, None if self._wire.copies else data))
         return works
 
     def expect(self, plan: TransferPlan, dtype: torch.dtype, source: str, number: int) -> Arrival:

@@ -163,6 +163,8 @@ class MeshTensor(Arithmetic):
         Raises:
             MeshTensorError: the sharding doesn't fit the tensor or its mesh.
         """
+        if sharding is self.sharding:
+            return self
         wanted = as_sharding(self.mesh, len(self.shape), sharding)
         made = self
         for before, after in pairwise(_planned(self.shape, self.dtype, self.sharding, wanted).stages):

@@ -3,4 +3,4 @@
 from . import conv, create, elementwise, groups, index, linear_algebra, nn, reduce, scatter, shape, update, vjp
 from .linear_algebra import added_function
 from .table import Valid, has_torch_function, local_operators, makes_new, torch_function, typed, untyped_function
-from .vjp import can_be_recorded, keeps_alike, recorded
+from .vjp import keeps_alike, recorded

@@ -12,7 +12,7 @@ from tvm import relax
 
 from mesh_tensor.base.errors import refuse
 from mesh_tensor.rules.operator import OpCall
-from mesh_tensor.rules.operator.vjp import VJP, Vjp, vjp_of
+from mesh_tensor.rules.operator.vjp import VJP, Vjp, can_be_recorded, vjp_of
 
 from ..cpu.gelu import gelu_tanh_backward
 from ..dtypes import torch_dtype
@@ -40,9 +40,6 @@ _SCATTERED: dict[str, Callable[[OpCall], Scatter]] = {
 }
 
 _CONVOLUTIONS = {"nn.conv1d", "nn.conv2d", "nn.conv3d"}
-
-# Of operators whose results, or what else they compute, their gradients need.
-_RECORDED = {"nn.attention", "nn.attention_bias", "nn.layer_norm", "nn.rms_norm"}
 
 
 @placed_torch_op(VJP)
@@ -154,12 +151,6 @@ def _gradients(
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
     made = torch.autograd.grad([y for y, _ in ends], leaves, [seed for _, seed in ends], allow_unused=True)
     return tuple(torch.zeros_like(leaf) if dx is None else dx for leaf, dx in zip(leaves, made, strict=True))
-
-
-def can_be_recorded(call: OpCall) -> bool:
-    """Whether what the operator has computed helps to compute its gradients."""
-    stated = vjp_of(call)
-    return len(stated.calls) == 1 and stated.calls[0][0].name in _RECORDED and len(stated.given) == len(stated.operands)
 
 
 def keeps_alike(call: OpCall) -> bool:
