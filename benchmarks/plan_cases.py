@@ -30,6 +30,7 @@ from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
 from kernels.neighbourhoods import escape_times, filter_2d, periodic_neighbours, sliding_attention, upsample
 from kernels.packed import packed_attention
+from kernels.padded import block_logsumexp, block_variance, fragment_layer_norm
 from kernels.paged import paged_attention, paged_latent_attention, staged_histogram
 from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul, promoted_matmul
 from kernels.recurrences import advantages, delta_states, recurrent_network
@@ -177,6 +178,9 @@ def _of_the_catalogue() -> Iterator[PlanCase]:
         "plain", softmax, norm, rows="X0 Y0", columns=("X1 Y1", "maxima and sums of the rows are reduced", 2 * 4096)
     )
     yield _case("plain", layer_norm, norm, rows="X0 Y0", columns=("X1 weight0 bias0 Y1", statistics, 2 * 4096))
+    uneven = {"M": 4096, "N": 4000}
+    columns = ("X1 weight0 bias0 Y1", f"{statistics}; all have what is in the padding", 2 * 4096)
+    yield _case("plain", fragment_layer_norm, uneven, rows="X0 Y0", columns=columns)
     columns = ("X1 R1 weight0 bias0 Y1 S1", statistics, 2 * 4096)
     yield _case("plain", add_layer_norm, norm, rows="X0 R0 Y0 S0", columns=columns)
     yield _case("plain", rms_norm, norm, rows="X0 Y0", columns=("X1 weight0 Y1", statistics, 4096))
@@ -401,6 +405,10 @@ def _combined() -> Iterator[PlanCase]:
     yield _case(
         "carried", delta_rule, delta, heads="Q1 K1 V1 B1 Y1", sequence=("Q0 K0 V0 B0 Y0", _HANDED_ON, 0, 0, state)
     )
+    long_rows = {"M": 1024, "N": 32000, "block_N": 4096}
+    yield _case("carried", block_logsumexp, long_rows, rows="X0 Y0", columns=("X1", _STATES, 2 * 1024))
+    said = "the sums of rows, and of their squares"
+    yield _case("carried", block_variance, long_rows, rows="X0 Var0 Mean0", columns=("X1", said, 2 * 1024))
     yield _case("carried", online_softmax, {"M": 4096, "N": 4096}, rows="X0 Y0", columns=("X1 Y1", _STATES, 2 * 4096))
 
 
