@@ -22,7 +22,7 @@ from kernels.gemv import gemv, gevm
 from kernels.grouped_gradient import grouped_weight_gradient
 from kernels.grouped_query import grouped_decode, grouped_key_gradient, split_decode
 from kernels.indexer import index_scores
-from kernels.layer_norm import add_layer_norm, layer_norm
+from kernels.layer_norm import add_layer_norm, layer_norm, layer_norm_gradient
 from kernels.linear_attention import linear_attention, query_and_value_gradients, value_gradient
 from kernels.low_rank import low_rank
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
@@ -183,6 +183,9 @@ def _of_the_catalogue() -> Iterator[PlanCase]:
     yield _case("plain", fragment_layer_norm, uneven, rows="X0 Y0", columns=columns)
     columns = ("X1 R1 weight0 bias0 Y1 S1", statistics, 2 * 4096)
     yield _case("plain", add_layer_norm, norm, rows="X0 R0 Y0 S0", columns=columns)
+    columns = ("dY1 X1 weight0 dX1 dweight0 dbias0", "two sums of every row, before its gradient", 2 * 4096)
+    gradient = {"rows": ("dY0 X0 mean0 rstd0 dX0", _PARTIAL, 2 * 4096), "columns": columns}
+    yield _case("plain", layer_norm_gradient, {**norm, "rows": 32}, **gradient)
     yield _case("plain", rms_norm, norm, rows="X0 Y0", columns=("X1 weight0 Y1", statistics, 4096))
     yield _case("plain", two_pass_rms_norm, norm, rows="X0 Y0", columns=("X1 weight0 Y1", statistics, 4096))
     conv = {"N": 16, "H": 32, "W": 32, "C": 64, "F": 128, "dtype": "float32"}

@@ -17,6 +17,8 @@ from kernels.layer_norm import (
     add_layer_norm,
     add_layer_norm_reference,
     layer_norm,
+    layer_norm_gradient,
+    layer_norm_gradient_reference,
     layer_norm_reference,
     two_pass_layer_norm,
 )
@@ -119,6 +121,16 @@ NORM_CASES = (
         MN,
         tensors(normal("M N"), normal("M N"), normal("N"), normal("N")),
         ("Y", "S"),
+    ),
+    KernelCase(
+        "layer_norm_gradient",
+        layer_norm_gradient,
+        layer_norm_gradient_reference,
+        MN,
+        tensors(normal("M N"), normal("M N"), normal("N"), normal("M"), normal("M"), normal("N"), normal("N")),
+        ("dX", "dweight", "dbias"),
+        inouts=("dweight", "dbias"),
+        reads_padding=True,
     ),
 )
 

@@ -21,6 +21,7 @@ from mesh_tensor.rules.kernel.conditions_apart import conditions_apart
 from mesh_tensor.rules.kernel.distribution import distributed
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked
+from mesh_tensor.rules.kernel.fission import in_two_loops
 from mesh_tensor.rules.kernel.granularity import Refined, refined
 from mesh_tensor.rules.kernel.normalize import ANALYSES
 from mesh_tensor.rules.kernel.one_branch import one_branch
@@ -181,6 +182,9 @@ def _ways(func: tirx.PrimFunc, whole: tuple[Dim, ...], computed: tuple[Dim, ...]
         said_of_each = conditions_apart(read_kernel(func))
         if said_of_each is not None:
             yield Refined(said_of_each, {})
+        two_loops = in_two_loops(read_kernel(func))
+        if two_loops is not None:
+            yield Refined(two_loops, {})
         rounds = in_rounds(read_kernel(func))
         if rounds is not None:
             yield Refined(rounds, {})
