@@ -28,7 +28,7 @@ from kernels.low_rank import low_rank
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
-from kernels.neighbourhoods import escape_times, filter_2d, periodic_neighbours, sliding_attention, upsample
+from kernels.neighbourhoods import escape_times, filter_2d, max_pool, periodic_neighbours, sliding_attention, upsample
 from kernels.packed import packed_attention
 from kernels.padded import block_logsumexp, block_variance, fragment_layer_norm
 from kernels.paged import paged_attention, paged_latent_attention, staged_histogram
@@ -445,6 +445,9 @@ def _neighbourhoods() -> Iterator[PlanCase]:
         columns=("A1 out1", around, 0, 2 * _BIG * 4),
     )
     yield _case("neighbours", upsample, plane, rows="A0 out0", columns="A1 out1")
+    pool = {"batch": 32, "channels": 64, "height": 56, "width": 56, "block": 256}
+    rows = ("data2 out2", around, 0, 32 * 64 * 56 * 4)
+    yield _case("neighbours", max_pool, pool, batch="data0 out0", channels="data1 out1", rows=rows)
     yield _case("neighbours", escape_times, plane, rows="C0 out0", columns="C1 out1")
     numbers = "of every row a maximum, a sum and the label's score are reduced"
     classes = ("logits1 d_logits1", numbers, 3 * 4096)

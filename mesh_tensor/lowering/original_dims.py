@@ -22,6 +22,7 @@ from mesh_tensor.rules.kernel.distribution import distributed
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked
 from mesh_tensor.rules.kernel.fission import in_two_loops
+from mesh_tensor.rules.kernel.flat_programs import in_whole_rows
 from mesh_tensor.rules.kernel.granularity import Refined, refined
 from mesh_tensor.rules.kernel.normalize import ANALYSES
 from mesh_tensor.rules.kernel.one_branch import one_branch
@@ -182,6 +183,10 @@ def _ways(func: tirx.PrimFunc, whole: tuple[Dim, ...], computed: tuple[Dim, ...]
         said_of_each = conditions_apart(read_kernel(func))
         if said_of_each is not None:
             yield Refined(said_of_each, {})
+        rows_apart = in_whole_rows(read_kernel(func))
+        if rows_apart is not None:
+            yield Refined(rows_apart, {})
+            yield from refined(rows_apart, whole)
         two_loops = in_two_loops(read_kernel(func))
         if two_loops is not None:
             yield Refined(two_loops, {})
