@@ -41,6 +41,7 @@ class MeshModule(ModuleCalls):
     DeviceMesh, all of which have to make the same calls with the same global tensors. What is said to be collective has
     to be called on all ranks, too."""
 
+    @undisturbed
     def state_dict(self, *, full: bool = True) -> dict[str, Any]:
         """The weights and the state that calls update (caches, running statistics), by all names that they had in
         torch.

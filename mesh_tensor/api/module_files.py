@@ -143,6 +143,7 @@ def _entry(name: str, tensor: Any) -> Any:
     return index_entry(tensor.shape, tensor.dtype, [(_of_rank(r), name, offset) for (offset, _), r in owners.items()])
 
 
+@undisturbed
 def load(
     folder: str | os.PathLike[str], mesh: Any = None, shardings: Mapping[str, Any] | None = None, **options: Any
 ) -> MeshModule:

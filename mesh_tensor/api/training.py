@@ -85,6 +85,7 @@ class TrainingStep:
         return torch.tensor(self.optimizer.numbers(step + 1, rate), dtype=torch.float64)
 
 
+@torch.inference_mode(False)  # torch's own gradients are recorded
 def training_step(
     model: nn.Module | ImportedModule,
     loss: Callable[..., torch.Tensor] | None,

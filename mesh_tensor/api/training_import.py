@@ -14,7 +14,7 @@ from torch import nn
 from tvm import ir
 
 from mesh_tensor.annotations.names import Fresh, renamed_parameters
-from mesh_tensor.base.errors import MeshTensorError, refuse, shown
+from mesh_tensor.base.errors import MeshTensorError, listing, refuse, shown
 from mesh_tensor.importers import ImportedModule
 from mesh_tensor.importers.imported import identifiers
 from mesh_tensor.importers.torch_autocast import under_autocast
@@ -78,6 +78,14 @@ def imported_loss(model: Any, loss: Loss, inputs: Tensors, gradients: bool = Tru
             f"example inputs that are no tensors: {', '.join(strange)}",
             where="training_step",
             fix="pass a tuple of tensors, the target last",
+        )
+    named = (*model.named_parameters(), *model.named_buffers(), *((f"input {n}", t) for n, t in enumerate(inputs)))
+    if unrecorded := [name for name, tensor in named if tensor.is_inference()]:
+        refuse(
+            f"{listing(unrecorded)} made in torch.inference_mode",
+            where="training_step",
+            why="torch records no gradients with it",
+            fix="make the model and its inputs outside of it",
         )
     if not inputs:
         refuse("training_step without inputs", fix="pass example inputs, of the sizes that are trained with")

@@ -135,6 +135,7 @@ class TrainingRun:
             "torch.sqrt(x.clamp(min=eps)); look at the batch, or use a smaller learning rate",
         )
 
+    @undisturbed
     def state_dict(self, *, full: bool | None = None) -> dict[str, Any]:
         """The state by torch's names: parameters ("fc.weight"), what the optimizer keeps ("opt.exp_avg.fc.weight"), and
         the number of steps ("opt.step").
@@ -156,6 +157,7 @@ class TrainingRun:
         """What of the state is no tensor of the module's."""
         return {STEP: torch.tensor(self.steps)} | ({} if self._scale is None else self._scale.state())
 
+    @undisturbed
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Go on from a state that `state_dict` gave, perhaps on another mesh: whole tensors or DTensors. What is not
         trained may be missing.

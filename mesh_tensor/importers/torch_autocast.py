@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -38,6 +38,32 @@ def under_autocast(program: torch.export.ExportedProgram) -> torch.export.Export
     if other := _first_otherwise(program.graph_module, device, dtype):
         _refuse([*problems, other], f"it was recorded under torch.autocast, but not all of it under that of {dtype}")
     return _wrapped(program, device, dtype)
+
+
+class _NodeByNode(torch.fx.GraphModule):
+    """A graph that is run node by node: where torch records it again, its operators stay in their submodules."""
+
+    def recompile(self) -> Any:
+        """As torch makes code of it, which is not what runs."""
+        made = super().recompile()
+        type(self).forward = lambda module, *given: torch.fx.Interpreter(module).run(*given)
+        return made
+
+
+def in_submodules(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program, which keeps submodules of what runs under autocast where torch takes it apart."""
+    if not program.graph.find_nodes(op="call_function", target=_WRAP):
+        return program
+    return changed_program(program, _node_by_node(program.graph_module, torch.fx.GraphModule))
+
+
+def _node_by_node(module: torch.fx.GraphModule, kind: type[torch.fx.GraphModule]) -> torch.fx.GraphModule:
+    named = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+    held = {name: attrgetter(name)(module) for name in named}
+    for node in module.graph.find_nodes(op="call_function", target=_WRAP):
+        name = str(node.args[4].target)
+        held[name] = _node_by_node(held[name], _NodeByNode)
+    return kind(held, module.graph)
 
 
 def _refuse(problems: list[str], why: str) -> None:

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from .torch_args import op_name
+from .torch_autocast import in_submodules
 from .torch_functions import FUNCTIONS, GRAPHS, INLINED, graph_of, is_constant, number_in, number_of, with_numbers
 from .torch_general import stays
 from .torch_pieces import OWN_DECOMPOSITIONS, bag_size
@@ -66,7 +67,7 @@ def decomposed(
     ops = dict(_decompositions(_composite_ops(), frozenset(kept), by_rows))
     if (made := _Decomposition(program, ops, kept, known).made()) is not None:
         return made
-    program = program.run_decompositions(ops)  # which takes some away
+    program = in_submodules(program).run_decompositions(ops)  # which takes some away
     # What torch's own way leaves: operators of graphs, and operators that are made of others in two ways.
     others = (*GRAPHS, *FUNCTIONS, *INLINED)
     left = any(node.target in others or node.target in ops for node in program.graph.nodes)

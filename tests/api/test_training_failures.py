@@ -22,6 +22,23 @@ def run():
     return mt.distribute_module(mt.training_step(model, F.cross_entropy, (x, y)), {"data": 2}, {"input": {"data": 0}})
 
 
+def test_models_of_inference_mode_are_refused():
+    with torch.inference_mode():
+        model, x, y = _model()
+    message = refusal(mt.training_step, model, F.cross_entropy, (x, y))
+    assert "'weight', 'bias', 'input 0', 'input 1' made in torch.inference_mode" in message
+    with torch.inference_mode():
+        assert refusal(mt.training_step, model, F.cross_entropy, (x, y)) == message
+
+
+def test_a_step_is_made_in_inference_mode():
+    model, x, y = _model()
+    with torch.inference_mode():
+        step = mt.training_step(model, F.cross_entropy, (x, y), optimizer="sgd")
+    run = mt.distribute_module(step, {"data": 2}, {"input": {"data": 0}})
+    torch.testing.assert_close(run(x, y), F.cross_entropy(model(x), y).detach())
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -1,6 +1,7 @@
 """Models that compute in several dtypes: as torch does, or refused by name."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -117,6 +118,33 @@ def test_recorded_under_autocast(dtype, layout):
     assert [one.dtype for one in found[1:4]] == [dtype, torch.float32, torch.float16]
     for one, other in zip(found[:-1], expected[:-1], strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+class Entering(nn.Module):
+    """What is inside of it runs under autocast, and its last layer without."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.down(torch.relu(self.up(x)))
+            with torch.autocast("cpu", enabled=False):
+                return self.norm(x.float())
+
+
+@pytest.mark.parametrize("entering", [True, False])
+def test_submodules_are_known_under_autocast(entering):
+    model, x = Entering() if entering else Block(), torch.randn(4, 8 if entering else 64)
+    with nullcontext() if entering else torch.autocast("cpu", dtype=torch.bfloat16):
+        module = mt.from_torch(torch.export.export(model, (x,)))
+    names = set(module.mod["main"].attrs["mesh_tensor_names"])
+    assert {name for name, _ in model.named_children()} <= names
+    stages = {"m0": ["up"], "m1": ["down"]}
+    run = mt.pipeline(module, {"m0": {"d": 2}, "m1": {"d": 2}}, stages, microbatches=1)
+    expected = mt.distribute_module(module, {"d": 2})(x)
+    torch.testing.assert_close(run(x), expected, rtol=0, atol=0)
 
 
 class Dropping(nn.Module):

@@ -1,6 +1,7 @@
 """What torch was told elsewhere never changes a result: every public function that computes, in every such state."""
 
 import threading
+from functools import cached_property
 
 import pytest
 import torch
@@ -36,6 +37,45 @@ def _module_reference(x, w):
     return torch.softmax(made - made.mean(1, keepdim=True), 1)
 
 
+class Layers(torch.nn.Module):
+    """An embedding, scans and a choice by indices have gradients by torch's recording, a norm by its own function; the
+    batch norm writes its statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.down = torch.nn.Embedding(20, 16), torch.nn.Linear(16, 20)
+        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(16), torch.nn.BatchNorm1d(7)])
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for norm in self.norms:
+            hidden = norm(hidden + hidden.cumsum(1).gather(1, ids.unsqueeze(-1).expand(-1, -1, 16) % 7))
+        return self.down(hidden).transpose(1, 2)
+
+
+class Trained:
+    """Steps of training, on a mesh and by torch."""
+
+    def __init__(self):
+        torch.manual_seed(2)
+        model, self.batch = Layers(), tuple(torch.randint(0, 20, (2, 4, 7)))
+        loss = torch.nn.functional.cross_entropy
+        step = mt.training_step(model, loss, self.batch, optimizer="momentum", lr=0.1)
+        layouts = {"ids": {"x": 0}, "target": {"x": 0}, "down.weight": {"y": 0}, "embed.weight": {"y": 0}}
+        self.run = mt.distribute_module(step, MESH, layouts)
+        self.first = {name: value.clone() for name, value in self.run.state_dict().items()}
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+        for _ in range(3):
+            value = loss(model(self.batch[0]), self.batch[1])
+            optimizer.zero_grad(), value.backward(), optimizer.step()
+        self.third = value.detach().double()
+
+    def third_loss(self):
+        """From the first state on."""
+        self.run.load_state_dict(self.first)
+        return [self.run(*self.batch) for _ in range(3)][-1]
+
+
 class Given:
     """Tensors, and what was made of kernels and modules before torch was told anything."""
 
@@ -59,6 +99,10 @@ class Given:
         self.out, self.flat, self.total = torch.empty(SIZES[:2]), self.a.reshape(-1), torch.empty(45 * 70)
         self.product = self.a.double() @ self.b.double()
         self.layer = _module_reference(self.a, self.b)
+
+    @cached_property
+    def trained(self):
+        return Trained()
 
 
 def _into_given(given):
@@ -87,6 +131,7 @@ CALLS = {
         lambda g: mt.distribute_module(g.mod, weights={"w": g.b})(g.a),
         lambda g: g.layer,
     ),
+    "steps of training": (lambda g: g.trained.third_loss(), lambda g: g.trained.third),
     "run_sequential": (lambda g: mt.run_sequential(g.mod, [g.a, g.b]), lambda g: g.layer),
 }
 

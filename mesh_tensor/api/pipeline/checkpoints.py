@@ -174,6 +174,7 @@ class Learned:
             parts = self._weights.gathered(lambda: self._weights.of, self.stages, names, "weights")
         return {name: parts[name, stage] for name, stage in sorted(parts, key=lambda place: -place[1])}
 
+    @undisturbed
     def state_dict(self) -> dict[str, Any]:
         """The weights as they are now, what the model writes (running statistics), and what rules keep for weights
         ("update.m.fc.weight"): whole tensors and numbers, by torch's names. On ranks, all have to ask."""

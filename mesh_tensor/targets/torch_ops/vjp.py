@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ def _vjp(call: OpCall, place: Place) -> Function:
     count = len(stated.given)
 
     def vjp(*tensors: Tensor) -> tuple[Tensor, ...]:
-        with torch.enable_grad():
+        with _recording():
             operands = _operands(stated, types, tensors[:count], tensors[0].device)
             results = forward(operands)
             return _gradients(stated, [operands[i] for i in stated.wrt], results, tensors[count:])
@@ -118,8 +118,8 @@ def _by_autograd(stated: Vjp, function: Function) -> Recorded:
     wanted, count = stated.wrt, len(stated.given)
 
     def forward(*operands: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        with torch.enable_grad():
-            leaves = [tensor.detach() for tensor in operands]
+        with _recording():
+            leaves = [_leaf(tensor) for tensor in operands]
             for number in wanted:
                 leaves[number].requires_grad_()
             made = function(*leaves)
@@ -128,9 +128,22 @@ def _by_autograd(stated: Vjp, function: Function) -> Recorded:
 
     def backward(*tensors: Any) -> tuple[Tensor, ...]:
         leaves, results = tensors[-1]
-        return _gradients(stated, leaves, results, tensors[count:-1])
+        with _recording():
+            return _gradients(stated, leaves, results, tensors[count:-1])
 
     return Recorded(forward, backward)
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """What is computed within has gradients, whatever the caller's mode: inference mode would record nothing."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """A tensor that may require gradients, where they are recorded."""
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
 def _gradients(
@@ -189,7 +202,7 @@ def _operands(
     operands = []
     for number, (shape, dtype) in enumerate(types):
         if number in there:
-            tensor = there[number].detach().to(dtype)
+            tensor = _leaf(there[number]).to(dtype)
         else:
             tensor = torch.zeros((), dtype=dtype, device=device).expand(shape)
         operands.append(tensor.requires_grad_() if number in stated.wrt else tensor)
@@ -218,7 +231,8 @@ def _source(operand: int | relax.Constant) -> int | Tensor:
         return operand
     if not isinstance(operand, relax.Constant):
         refuse(f"{operand} is no operand of mesh.vjp")
-    return torch.from_numpy(operand.data.numpy().copy())
+    with torch.inference_mode(False):  # else none of its uses could be recorded
+        return torch.from_numpy(operand.data.numpy().copy())
 
 
 _FLASH = 1  # torch's number of the way that computes attention block by block, and keeps sums of exponentials
