@@ -31,7 +31,7 @@ from kernels.mlp import mlp_up
 from kernels.neighbourhoods import escape_times, filter_2d, max_pool, periodic_neighbours, sliding_attention, upsample
 from kernels.packed import packed_attention
 from kernels.padded import block_logsumexp, block_variance, fragment_layer_norm
-from kernels.paged import paged_attention, paged_latent_attention, staged_histogram
+from kernels.paged import paged_attention, paged_latent_attention, put_and_attend, staged_histogram
 from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul, promoted_matmul
 from kernels.recurrences import advantages, delta_states, recurrent_network
 from kernels.reduce import reduce_columns, reduce_rows
@@ -474,6 +474,9 @@ def _neighbourhoods() -> Iterator[PlanCase]:
         batch="Q0 pages_of0 lengths0 Out0",
         pages=("KV0", _STATES, 8 * 32 * (64 + 2)),
     )
+    cache = {"batch": 16, "heads": 32, "groups": 8, "seq": 1024, "dim": 128}
+    heads = "Q1 K1 V1 K_cache2 V_cache2 Out1"
+    yield _case("neighbours", put_and_attend, cache, batch="Q0 K0 V0 K_cache0 V_cache0 lengths0 Out0", heads=heads)
     packed = {"tokens": 8192, "sequences": 16, "longest": 1024, "heads": 16, "dim": 64}
     yield _case("neighbours", packed_rope, packed, rows="x0 out0", heads="x1 out1")
     rows = {"rows": 8192, "sequences": 16, "longest": 1024, "dim": 64}
