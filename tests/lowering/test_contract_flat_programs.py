@@ -82,6 +82,22 @@ def test_what_programs_know_of_a_position(what):
         check(flat(what), [x], torch.from_numpy(expected))
 
 
+def test_what_another_nest_wrote():
+    """Of the same program: in the author's blocks it is there."""
+
+    @T.prim_func
+    def kernel(X: T.Tensor((4, 8), "float32"), Y: T.Tensor((4, 8), "float32"), Z: T.Tensor((4, 8), "float32")):
+        with T.Kernel(2, threads=32) as bx:
+            for i in T.Parallel(16):
+                Y[(bx * 16 + i) // 8, (bx * 16 + i) % 8] = X[(bx * 16 + i) // 8, (bx * 16 + i) % 8] * 2.0
+            for i in T.Parallel(16):
+                Z[(bx * 16 + i) // 8, (bx * 16 + i) % 8] = Y[((bx * 16 + i) // 8) // 2 * 2, (bx * 16 + i) % 8]
+
+    x = torch.randn(4, 8)
+    with machine(1):
+        check(kernel, [x], (x * 2.0, x[[0, 0, 2, 2]] * 2.0))
+
+
 @pytest.mark.parametrize("positions", [90, 95])
 def test_some_positions_only(positions):
     x, expected = torch.randn(SHAPE), np.zeros(SHAPE, "float32")

@@ -71,7 +71,7 @@ class _Fission:
             return None
         made, kept, rest = list[tirx.Stmt](), list[tirx.Buffer](), list(self._stmts)
         while len(made) < _MOST and (end := self._first_use(rest)) is not None:
-            first, results = rest[:end], dict.fromkeys(reduced_in(rest[:end]))
+            first, results = rest[:end], list(dict.fromkeys(reduced_in(rest[:end])))
             if not all(map(self._may_be_said_twice, first)) or not self._are_left(first, results):
                 break
             of_all = {result: self._of_all(result) for result in results}

@@ -67,7 +67,13 @@ class _Nest:
 
 
 def _keep_to_themselves(kernel: Kernel, nests: Sequence[_Nest]) -> bool:
-    """Whether the nests have the same number of positions, and on chip nothing is seen at more than one of them."""
+    """Whether the nests have the same number of positions, and nothing is seen at more than one of them: on chip, or of
+    what another nest wrote."""
+    written = {s.target.buffer for s in kernel.statements if s.write is not None}
+    if len(nests) > 1 and any(
+        a.buffer in written for s in kernel.statements for a in s.reads if kernel.is_param(a.buffer)
+    ):
+        return False
     if not all(nest.loops and nest.length == nests[0].length > 0 for nest in nests):
         return False
     if any(statement.unknown or statement.may_be_skipped for statement in kernel.statements):
@@ -83,14 +89,17 @@ def _keep_to_themselves(kernel: Kernel, nests: Sequence[_Nest]) -> bool:
 def _reblocked(kernel: Kernel, grid: Loop, nests: Sequence[_Nest]) -> tirx.PrimFunc | None:
     """The kernel with other blocks of what a loop of the grid, and the nests in it, go over."""
     length, extent = nests[0].length, int_or(grid.extent, 0)
+    if not extent or not is_const(grid.min, 0):
+        return None
     position = tirx.Var("position", grid.var.dtype)
     bodies = [_at(grid.var, nest, tirx.floordiv(position, length), tirx.floormod(position, length)) for nest in nests]
     bodies = [_over(position, extent * length, body) for body in bodies]
     total = {_end(body, position, extent * length) for body in bodies}
     digits = sorted({by for body in bodies for by in _digits(body, position)})
-    if len(total) != 1 or any(more % less for less, more in zip(digits, [*digits[1:], *total], strict=True)):
+    ends = zip(digits, [*digits[1:], *total], strict=False)
+    if not digits or len(total) != 1 or any(more % less for less, more in ends):
         return None
-    block = min((by for by in digits if by > 1), key=lambda by: abs(math.log(by / length)), default=length)
+    block = min(digits, key=lambda by: abs(math.log(by / length)))
     if block == length:
         return None
     made = [_in_blocks(body, position, grid.var, block) for body in bodies]
