@@ -204,3 +204,31 @@ def test_branches(load):
 
 def test_what_is_past_the_end_changes_from_block_to_block():
     right_on_every_mesh(by_blocks("plain", "changes"), torch.randn(M, N), torch.randn(M))
+
+
+def test_another_value_outside():
+    """What the first branch copies from outside is not what the second one says; nor is it 0 in what is reduced."""
+    blocks = -(-N // BLOCK)
+
+    @T.prim_func
+    def kernel(X: T.Tensor((M, N), "float32"), Y: T.Tensor((M,), "float32")):
+        with T.Kernel(T.ceildiv(M, 4), threads=32) as row:
+            staged = T.alloc_shared((4, BLOCK), "float32")
+            x = T.alloc_fragment((4, BLOCK), "float32")
+            total = T.alloc_fragment((4,), "float32")
+            T.annotate_safe_value({X: 7.0})
+            T.clear(total)
+            for k in T.serial(blocks):
+                if k < blocks:
+                    T.copy(X[row * 4, k * BLOCK], staged)
+                    for i, j in T.Parallel(4, BLOCK):
+                        x[i, j] = staged[i, j]
+                else:
+                    for i, j in T.Parallel(4, BLOCK):
+                        x[i, j] = T.if_then_else(
+                            T.And(row * 4 + i < M, k * BLOCK + j < N), X[row * 4 + i, k * BLOCK + j], 0.0
+                        )
+                T.reduce_sum(x, total, dim=1, clear=False)
+            T.copy(total, Y[row * 4])
+
+    right_on_every_mesh(kernel, torch.randn(M, N))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tvm import tirx
 
 from mesh_tensor.tir.double_loops import simplified, unfuse
-from mesh_tensor.tir.effects import leaves_kernel
+from mesh_tensor.tir.effects import leaves_kernel, thread_indices
 from mesh_tensor.tir.nodes import conjuncts, int_or, is_const, nodes
 from mesh_tensor.tir.rewrite import block_like, replace_block, sequence
 from mesh_tensor.tir.user_reports import prints
@@ -73,6 +73,9 @@ def _keep_to_themselves(kernel: Kernel, nests: Sequence[_Nest]) -> bool:
     if len(nests) > 1 and any(
         a.buffer in written for s in kernel.statements for a in s.reads if kernel.is_param(a.buffer)
     ):
+        return False
+    threads = thread_indices(kernel.func)
+    if any(var in threads for var in nodes(kernel.root.body, tirx.Var)):
         return False
     if not all(nest.loops and nest.length == nests[0].length > 0 for nest in nests):
         return False

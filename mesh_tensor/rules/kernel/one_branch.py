@@ -24,6 +24,7 @@ from .contents import Contents, UnknownContent
 from .live_ranges import LiveRanges, covers_all
 from .reaching import Reaching
 from .statements import Access, Kernel, Statement, without_binds
+from .supported import safe_buffers
 
 
 def one_branch(kernel: Kernel) -> tirx.PrimFunc | None:
@@ -48,6 +49,7 @@ class _Branches:
 
     def __init__(self, kernel: Kernel, ranges: LiveRanges, choice: tirx.IfThenElse) -> None:
         self._kernel, self._ranges, self._condition = kernel, ranges, choice.condition
+        self._safe = safe_buffers(kernel.params.values(), kernel.root)
         parts, reaching = conjuncts(choice.condition), Reaching(kernel)
         self._first = [s for s in kernel.statements if all(_is_among(part, s.conditions) for part in parts)]
         self._second = [s for s in kernel.statements if any(_is_not(c, choice.condition) for c in s.conditions)]
@@ -83,7 +85,7 @@ class _Branches:
     def _known(self, access: Access, reader: Statement) -> tirx.PrimExpr | None:
         if not self._kernel.is_param(access.buffer):
             return None
-        if not self._kernel.keeps(access.buffer):
+        if not self._kernel.keeps(access.buffer) or access.buffer in self._safe:
             raise UnknownContent
         return tirx.BufferLoad(access.buffer, access.indices)
 
