@@ -180,10 +180,7 @@ def _of_gradients(mod: ir.IRModule, stated: Mapping[tuple[str, str], Annotation]
     for (function, name), annotation in stated.items():
         attr = (relax_functions(mod)[function].attrs or {}).get(GRADIENTS_ATTR, {})
         if name in attr:
-            whole = annotation.sharding
-            for axis, _ in whole.partial:
-                whole = whole.with_replicate(axis)
-            later = annotation.priority + 1
+            whole, later = annotation.sharding.complete, annotation.priority + 1
             found[function, str(attr[name])] = replace(
                 annotation, sharding=whole, priority=later, group=None, barrier=None
             )

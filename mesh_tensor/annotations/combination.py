@@ -21,7 +21,7 @@ from tvm.tirx.script.builder.frame import SBlockFrame
 
 from mesh_tensor.base.errors import listing, refuse, shown
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.rewrite import block_like, buffer_like, over_elements, sequence
+from mesh_tensor.tir.rewrite import block_like, buffer_like, over_elements, rewritten, sequence
 
 from .kernel_source import at_line, keep_quiet
 
@@ -99,7 +99,7 @@ def with_tried(func: tirx.PrimFunc, tried: Collection[Combination]) -> tirx.Prim
             return None
         return block_like(block, block.body, block.alloc_buffers, annotations={**block.annotations, _TRIED: names})
 
-    return func.with_body(tirx.stmt_functor.ir_transform(func.body, None, marked, ["tirx.SBlock"]))
+    return rewritten(func, marked, tirx.SBlock)
 
 
 def is_stated(annotation: str) -> bool:

@@ -215,7 +215,7 @@ def training_fragments(
     functions = fragments_of(joined, options.recompute)
     forward = options.fragment("F", functions["F"].module, "F", mesh, {}, functions["F"])
     known, made = dict(forward.layouts), {"F": forward}
-    known |= {gradient_name(name): _whole(layout) for name, layout in forward.layouts.items()}
+    known |= {gradient_name(name): layout.complete for name, layout in forward.layouts.items()}
     for kind in [kind for kind in "BIW" if kind in functions and kind in kinds]:
         function = functions[kind]
         inner = set(function.own) - {name for name in function.gives if function.own[name] in _parameters(function)}
@@ -274,10 +274,3 @@ def _added_up_last(fragment: Fragment, weights: Sequence[str]) -> list[int]:
         for number in numbers
         if fragment.types[fragment.gives[number]][1].itemsize >= 4
     ]
-
-
-def _whole(layout: Sharding) -> Sharding:
-    """The layout of a gradient: that of its value, without partial axes."""
-    for axis, _ in layout.partial:
-        layout = layout.with_replicate(axis)
-    return layout

@@ -189,15 +189,15 @@ class Sharding:
 
     def with_shard(self, axis: str, dim: int) -> Sharding:
         """A copy in which `axis` splits `dim`."""
-        return self._with(axis, Shard(dim))
+        return self._with({axis: Shard(dim)})
 
-    def with_replicate(self, axis: str) -> Sharding:
-        """A copy that is replicated along `axis`."""
-        return self._with(axis, Replicate())
+    def with_replicate(self, *axes: str) -> Sharding:
+        """A copy that is replicated along these axes."""
+        return self._with(dict.fromkeys(axes, Replicate())) if axes else self
 
     def with_partial(self, axis: str, op: str) -> Sharding:
         """A copy that is partial along `axis`: the devices' values are reduced by `op`."""
-        return self._with(axis, Partial(op))
+        return self._with({axis: Partial(op)})
 
     def with_windows(self, windows: Iterable[tuple[int, Window]]) -> Sharding:
         """A copy in which devices hold windows of these dims instead of tiles; of a dim that no axis splits, all
@@ -222,13 +222,18 @@ class Sharding:
         is_plain = not self.windows and not self.blocks
         return self if is_plain else Sharding(self.mesh, self.ndim, self.dims, self.partial)
 
+    @property
+    def complete(self) -> Sharding:
+        """A copy with such tiles in which nothing is partial."""
+        return Sharding(self.mesh, self.ndim, self.dims)
+
     def window(self, dim: int) -> Window | None:
         """The window that devices hold of `dim`; None: they hold tiles."""
         return next((window for other, window in self.windows if other == dim), None)
 
-    def _with(self, axis: str, placement: Placement) -> Sharding:
+    def _with(self, placements: Mapping[str, Placement]) -> Sharding:
         assert self == self.plain, self
-        return Sharding.of(self.mesh, self.ndim, {**self.placements(), axis: placement})
+        return Sharding.of(self.mesh, self.ndim, {**self.placements(), **placements})
 
     def tile_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         """The shape of every device's tile, padding included: per dim ceildiv(size, axis sizes), up to whole blocks, or

@@ -100,11 +100,7 @@ class _Layouts:
             if param not in self.written:
                 continue
             now = self.tensors[self.current[param]]
-            wanted = self.asked.get(param)
-            if wanted is None:
-                wanted = now.sharding.plain
-                for axis, _ in now.sharding.partial:
-                    wanted = wanted.with_replicate(axis)
+            wanted = self.asked.get(param, now.sharding.complete)
             self.current[param] = self._reshard(now, wanted, "the output's layout").name
 
     def parameters(self) -> tuple[tuple[str, str | None, str | None], ...]:
@@ -128,11 +124,7 @@ class _Layouts:
 
     def _declare_input(self, param: str, buffer: tirx.Buffer, needed: Sharding) -> None:
         """An input that nothing annotates comes in as it is needed; a partial start comes in complete."""
-        layout = self.asked.get(param)
-        if layout is None:
-            layout = needed.plain
-            for axis, _ in needed.partial:
-                layout = layout.with_replicate(axis)
+        layout = self.asked.get(param, needed.complete)
         self._add(Tensor(param, self.shapes[param], buffer.dtype, layout, param))
         self.current[param] = self.inputs[param] = param
 

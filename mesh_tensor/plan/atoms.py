@@ -168,8 +168,8 @@ def made_plain(sharding: Sharding, dims: tuple[Sizes, ...]) -> Sharding:
     for atoms in dims:
         contiguous = _contiguous(sharding, start, atoms)
         for position in range(start, start + len(atoms)):
-            for axis in () if position in contiguous else sharding.axes_of(position):
-                sharding = sharding.with_replicate(axis)
+            if position not in contiguous:
+                sharding = sharding.with_replicate(*sharding.axes_of(position))
         start += len(atoms)
     return sharding.with_windows(windows) if windows else sharding
 

@@ -34,7 +34,7 @@ class AttentionParts:
 
     def __init__(self, graph: Graph, atoms: Atoms, layouts: Layouts) -> None:
         self._graph, self._atoms, self._layouts = graph, atoms, layouts
-        self._made = {value: node for node in graph.nodes for value in node.outputs}
+        self._made = graph.makers()
         self._moved: set[tuple] = set()  # attention that is left as it is: its gradient has the same operands there
         self._decider = Decider(graph.mesh, atoms, layouts, prices=graph.prices)
 
@@ -80,7 +80,7 @@ class AttentionParts:
         moved = operands.values() if _key(node, "moved") in self._moved else ()
         for value, needed in zip(node.inputs, decision.needed, strict=True):
             if self._split(operands[_QUERIES], 1):  # queries stay where they are
-                needed = _without(layouts[value], axes) if id(value) in repeated else needed
+                needed = layouts[value].with_replicate(*axes) if id(value) in repeated else needed
                 needed = layouts[value] if value is operands[_QUERIES] else needed
                 split = split | dict.fromkeys(self._split(operands[_QUERIES], 1), "q")
             if value in moved:
@@ -107,7 +107,7 @@ class AttentionParts:
         layouts, queries = self._layouts.of, operands[_QUERIES]
         of_keys = {operands[n].type for n in (_KEYS, _VALUES) if n in operands}
         cost = sum(
-            self._change(value, layouts[value], _without(layouts[value], axes))
+            self._change(value, layouts[value], layouts[value].with_replicate(*axes))
             for value in node.inputs
             if value not in operands.values() or value is queries
         )
@@ -117,7 +117,7 @@ class AttentionParts:
             wrt, rows = vjp_of(node.call).wrt, 1 if _key(node, "sums") in known else 3
         cost += rows * self._row(queries, axes)
         for number, value in zip(wrt, node.outputs, strict=True):
-            whole = _without(layouts[value], axes)
+            whole = layouts[value].with_replicate(*axes)
             if number == _QUERIES:
                 cost += self._change(value, _partial(whole, axes), layouts[value])
             elif value.type in of_keys:
@@ -129,16 +129,10 @@ class AttentionParts:
 
     def _row(self, queries: Value, axes: Sequence[str]) -> int:
         """What it takes to combine a number for each query and head."""
-        shape, whole = self._atoms.shape(queries), _without(self._layouts.of[queries], axes)
+        shape, whole = self._atoms.shape(queries), self._layouts.of[queries].with_replicate(*axes)
         features = self._atoms.positions(queries, 3)
         shape = tuple(1 if position in features else size for position, size in enumerate(shape))
         return self._graph.prices.change(shape, wide(queries.type.dtype), _partial(whole, axes), whole)
-
-
-def _without(layout: Sharding, axes: Sequence[str]) -> Sharding:
-    for axis in axes:
-        layout = layout.with_replicate(axis)
-    return layout
 
 
 def _partial(layout: Sharding, axes: Sequence[str]) -> Sharding:

@@ -15,7 +15,7 @@ from mesh_tensor.rules.operator import OpRule
 from mesh_tensor.rules.operator.manual import ALL_DEVICES, PER_DEVICE, axes_of, factor_of
 from mesh_tensor.rules.operator.rule import atoms_of
 
-from .batch_kinds import REGROUPS, Divided, Fixed, Kind, Mean, Mixed, Rows, Sum, mixed, quotient_kinds
+from .batch_kinds import REGROUPS, Divided, Fixed, Kind, Mean, Mixed, Rows, Sum, mixed, placed_factors, quotient_kinds
 from .ir import Graph, Node
 from .manual import varying
 
@@ -100,7 +100,7 @@ class DeviceKinds:
 
     def _in_the_way(self, node: Node, rule: OpRule, kinds: Sequence[AnyKind], factors: set[str], axes: set[str]) -> str:
         """Why groups, which are along these factors and axes, are not on their own in a node."""
-        if factors and (node.kernel is not None or not factors.isdisjoint(_kept_together(rule))):
+        if factors and (node.kernel is not None or not factors.isdisjoint(placed_factors(rule))):
             return "needs the rows of all devices together"
         for value, kind, dims in zip(node.inputs, kinds, rule.inputs, strict=True):
             if isinstance(kind, Apart):
@@ -118,13 +118,6 @@ class DeviceKinds:
 def _within(node: Node, rule: OpRule, kinds: Sequence[AnyKind], quotients: str | None) -> list[Kind | Divided]:
     """Kinds in one group."""
     return quotient_kinds(node, rule, [kind.kind if isinstance(kind, Apart) else kind for kind in kinds], quotients)
-
-
-def _kept_together(rule: OpRule) -> set[str]:
-    """The factors along which an operator may do something else elsewhere."""
-    windows = {reaches.factor for reaches in rule.windows.values()}
-    inner = {one.factor for one in rule.inner}
-    return {*rule.positional, *rule.unsplit, *rule.devices, *rule.blocks, *rule.first, *windows, *inner}
 
 
 def _grouped(node: Node, rule: OpRule, kind: Kind | Divided, places: Mapping[str, Place], number: int) -> AnyKind:
@@ -146,7 +139,7 @@ def _grouped(node: Node, rule: OpRule, kind: Kind | Divided, places: Mapping[str
 
 def _tile_dims(graph: Graph) -> Mapping[Node, frozenset[int]]:
     """The reshapes that take tensors apart into tiles -> which dims of their results are devices'."""
-    makers = {value: node for node in graph.nodes for value in node.outputs}
+    makers = graph.makers()
     found: dict[Node, frozenset[int]] = {}
     for node in graph.nodes:
         if node.call.operator != PER_DEVICE:

@@ -133,7 +133,7 @@ class _Kinds:
     def __post_init__(self) -> None:
         params = self.graph.params
         self._numbers, self._devices = Numbers(self.graph), DeviceKinds(self.graph)
-        self._makers = {value: node for node in self.graph.nodes for value in node.outputs}
+        self._makers = self.graph.makers()
         self._wheres = Counter(node.where for node in self.graph.nodes)
         trained = [value for value in params if value.name in self.trained]
         self._tainted = depending_on(self.graph, trained, through_stops=self.through_stops)

@@ -16,7 +16,7 @@ from mesh_tensor.rules.operator.elementwise import NARROWED
 from mesh_tensor.rules.operator.update import UPDATE
 
 from .atoms import Atoms, NodeRule
-from .decide import Decision, Order, operand_layouts, result_layout
+from .decide import Decision, Order
 from .ir import Graph, Node, Value, leaves
 from .owners import Pending, kept, owner_made, taken_by_owners
 from .prices import bytes_moved
@@ -72,10 +72,7 @@ class _Sums:
             joins = adds(node, rule) or moves(node, rule) or _sums(node, rule)
             joins = joins and not rule.fixed.keys() & dict(only)
             if only and split != decision.split and joins and all(len(self.uses[v]) == 1 for v in node.inputs):
-                needed = operand_layouts(self.graph.mesh, rule, split, order)
-                results = zip(rule.outputs, rule.partial, strict=True)
-                produced = tuple(result_layout(self.graph.mesh, factors, split, ops, order) for factors, ops in results)
-                decision = found[node] = Decision(split, split, needed, produced)
+                decision = found[node] = Decision.of(self.graph.mesh, rule, split, order)
             if (other := self._with_whole_terms(node, decision, pending)) is not None:
                 decision = found[node] = other
             taken = taken_of(node, self.atoms, {node: decision}, pending)
@@ -150,10 +147,7 @@ class _Sums:
             left_over = dict(left_by(node, self.atoms.rules[node], decision, taken, pending))
             for value, produced in zip(node.outputs, decision.produced, strict=True):
                 if value in left_over and value not in pending:
-                    whole = produced
-                    for axis, _ in produced.partial:
-                        whole = whole.with_replicate(axis)
-                    parts = whole
+                    parts = whole = produced.complete
                     for axis, op in left_over[value].parts:
                         parts = parts.with_partial(axis, op)
                     change = self.atoms.shape(value), value.type.dtype, parts, whole
@@ -301,7 +295,7 @@ def _is_narrow_sum(value: Value, left: Pending, widened: Collection[Value]) -> b
 def widened_values(graph: Graph, uses: Mapping[Value, list[tuple[Node, int]]]) -> set[Value]:
     """Low-precision values of which nothing is made but float32, perhaps with other dims: parts of sums may stay
     float32 all the way. Those that somebody asks to add up as they are do not."""
-    others, found = {*leaves(graph.result), *graph.annotations}, set[Value]()
+    others, found = graph.kept(), set[Value]()
     for node in reversed([node for node in graph.nodes if node.call.operator != NARROWED]):
         for value in node.outputs:
             users = [user for user, _ in uses.get(value, ())]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from .atoms import Atoms, NodeRule
 from .carry import left_by, taken_of
-from .decide import Decision, fits, operand_layouts, result_layout
+from .decide import Decision, fits
 from .ir import Graph, Node, Value, nodes_before
 from .owners import Pending, look_up_of, owner_made, row_factor
 from .propagate import Layouts
@@ -52,6 +52,4 @@ def _other(
         split.update(dict.fromkeys(layouts.of[node.inputs[look_up.table]].axes_of(place), factor))
     if split == decision.split or not fits(rule, split, mesh):
         return decision
-    results = zip(rule.outputs, rule.partial, strict=True)
-    produced = tuple([result_layout(mesh, factors, split, ops, layouts.order) for factors, ops in results])
-    return Decision(split, split, operand_layouts(mesh, rule, split, layouts.order), produced)
+    return Decision.of(mesh, rule, split, layouts.order)

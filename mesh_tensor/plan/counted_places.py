@@ -9,15 +9,14 @@ x[arange(16), places]   ->  gather_nd(x, places, batch_dims=1), if x has 16 rows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tvm import relax
 
-from mesh_tensor.annotations.names import Fresh
-from mesh_tensor.rules.operator.call import op_call
-
-from .ir import Graph, Node, Value, leaves, nodes_before
+from .expansion import Expansion, Make
+from .ir import Graph, Node, Value, nodes_before
 
 _INDEX_DTYPES = ("int32", "int64")
 _Call = Callable[[relax.Expr], relax.Expr]
@@ -38,8 +37,7 @@ def counted_slices(graph: Graph) -> Graph:
     """The graph in which such look-ups are slices, or by rows; indices that nothing takes any more are not made."""
     counts: dict[Value, _Count] = {}
     columns: dict[Value, tuple[Value, ...]] = {}  # of stacked indices
-    chains: dict[Node, list[_Call]] = {}
-    by_rows: dict[Node, tuple[int, tuple[Value, ...]]] = {}
+    made: dict[Node, Make] = {}
     for node in graph.nodes:
         if (count := _count_of(node, counts)) is not None:
             counts[node.outputs[0]] = count
@@ -49,27 +47,15 @@ def counted_slices(graph: Graph) -> Graph:
             first, taken = indices
             known = all(value in counts for value in taken)
             if known and (chain := _slice(node, first, [_aligned(value, counts, taken) for value in taken])):
-                chains[node] = chain
+                made[node] = partial(_chained, chain)
             elif node.call.name == "gather_nd" and (rows := _own_rows(node, taken, counts)):
-                by_rows[node] = rows, taken[rows:]
-    if not chains and not by_rows:
+                made[node] = partial(_row_by_row, rows, taken[rows:])
+    if not made:
         return graph
-    fresh = Fresh([value.name for value in graph.values()])
-    nodes = [one for node in graph.nodes for one in _rewritten(node, chains, by_rows, fresh)]
+    nodes = [one for node in graph.nodes for one in (Expansion(node).nodes(made[node]) if node in made else [node])]
     ours = {*counts, *columns}  # what makes these goes where nothing takes them
-    wanted = {*leaves(graph.result), *graph.annotations, *graph.state.values()}
+    wanted = {*graph.kept(), *graph.state.values()}
     return replace(graph, nodes=nodes_before(nodes, wanted, lambda node: ours.isdisjoint(node.outputs)))
-
-
-def _rewritten(
-    node: Node, chains: dict[Node, list[_Call]], by_rows: dict[Node, tuple[int, tuple[Value, ...]]], fresh: Fresh
-) -> Iterator[Node]:
-    if node in chains:
-        yield from _nodes(node, chains[node], fresh)
-    elif node in by_rows:
-        yield from _row_by_row(node, *by_rows[node], fresh)
-    else:
-        yield node
 
 
 def _own_rows(node: Node, indices: tuple[Value, ...], counts: dict[Value, _Count]) -> int:
@@ -83,15 +69,10 @@ def _own_rows(node: Node, indices: tuple[Value, ...], counts: dict[Value, _Count
     return len(indices) - 1
 
 
-def _row_by_row(node: Node, rows: int, indices: tuple[Value, ...], fresh: Fresh) -> Iterator[Node]:
+def _row_by_row(rows: int, indices: tuple[Value, ...], made: Expansion) -> list[relax.Var]:
     """The look-up whose first dims are a batch."""
-    data, (made,) = node.inputs[0], node.outputs
-    builder = relax.BlockBuilder()
-    call = op_call(builder.normalize(relax.op.stack([index.variable() for index in indices], axis=-1)))
-    places = Value(fresh.name(f"{made.name}_places"), call.outputs[0])
-    yield Node(call, indices, (places,), node.scopes, node.where)
-    taken = relax.op.gather_nd(data.variable(), places.variable(), batch_dims=rows)
-    yield replace(node, call=op_call(builder.normalize(taken)), inputs=(data, places))
+    places = made(relax.op.stack([made.variable(index) for index in indices], axis=-1))
+    return [made(relax.op.gather_nd(made.given[0], places, batch_dims=rows))]
 
 
 def _count_of(node: Node, counts: dict[Value, _Count]) -> _Count | None:
@@ -202,11 +183,9 @@ def _slice(node: Node, first: int, counts: list[_Count]) -> list[_Call]:
     return chain if tuple(shape) == out else [*chain, lambda value: relax.op.broadcast_to(value, out)]
 
 
-def _nodes(node: Node, chain: list[_Call], fresh: Fresh) -> Iterator[Node]:
-    """The nodes of such operators, in the place of one."""
-    value = node.inputs[0]
-    for number, make in enumerate(chain, 1):
-        call = op_call(relax.BlockBuilder().normalize(make(value.variable())))
-        made = node.outputs[0] if number == len(chain) else Value(fresh.name(node.outputs[0].name), call.outputs[0])
-        yield replace(node, call=call, inputs=(value,), outputs=(made,))
-        value = made
+def _chained(chain: list[_Call], made: Expansion) -> list[relax.Var]:
+    """What such operators give, one after the other."""
+    x = made.given[0]
+    for make in chain:
+        x = made(make(x))
+    return [x]

@@ -35,6 +35,16 @@ class Decision:
     needed: tuple[Sharding, ...]
     produced: tuple[Sharding, ...]
 
+    @staticmethod
+    def of(
+        mesh: Mesh, rule: NodeRule, split: dict[str, str], order: Order, after: dict[str, str] | None = None
+    ) -> Decision:
+        """What follows from a split; `after` is the same if nothing is said of it. `order`: of axes that split one
+        factor, as in Shard."""
+        after, results = split if after is None else after, zip(rule.outputs, rule.partial, strict=True)
+        produced = tuple([result_layout(mesh, factors, after, ops, order) for factors, ops in results])
+        return Decision(split, after, operand_layouts(mesh, rule, split, order), produced)
+
 
 class _Tensor(NamedTuple):
     """An operand or a result of a node: `there` are the layouts in which the value exists by then; none if it may come
@@ -123,7 +133,8 @@ class Decider:
         """How good a decision is: less is better."""
         ways = [(t, t.there, needed) for t, needed in zip(operands, decision.needed, strict=True) if t.there]
         for tensor, produced in zip(results, decision.produced, strict=True):
-            ways.append((tensor, (produced,), tensor.layout if tensor.there else _completed(produced)))
+            completed = produced.complete if produced.partial else produced
+            ways.append((tensor, (produced,), tensor.layout if tensor.there else completed))
         change = self._prices.change
         waiting = {inner.factor for inner in rule.inner if inner.op == "turns"}
         apart = [self._mesh.size(axis) for axis, factor in decision.split.items() if factor not in waiting]
@@ -143,11 +154,7 @@ class Decider:
             wanted = next((factor for factor in found if factor is not None), None)
             if wanted is not None and fits(rule, {**after, axis: wanted}, self._mesh):
                 after[axis] = wanted
-        order = self._layouts.order
-        needed = operand_layouts(self._mesh, rule, split, order)
-        results = zip(rule.outputs, rule.partial, strict=True)
-        produced = tuple([result_layout(self._mesh, factors, after, ops, order) for factors, ops in results])
-        return Decision(split, after, needed, produced)
+        return Decision.of(self._mesh, rule, split, self._layouts.order, after)
 
     def _splits(self, rule: NodeRule, tensors: list[_Tensor]) -> Iterator[dict[str, str]]:
         """All ways to give each axis one of the factors that it splits in some tensor's layout, or none. Results
@@ -229,11 +236,6 @@ def result_layout(
         if axis not in places and factor is not None and factor in partial:
             places[axis] = Partial(partial[factor])
     return Sharding.of(mesh, len(factors), places)
-
-
-def _completed(produced: Sharding) -> Sharding:
-    """The layout with nothing pending."""
-    return Sharding(produced.mesh, produced.ndim, produced.dims) if produced.partial else produced
 
 
 def _leaving(src: Sharding, dst: Sharding) -> int:

@@ -1,9 +1,10 @@
-"""The nodes that an operator becomes where it is taken apart, and what is known by then of what it takes."""
+"""The nodes that others are in the place of one, as where an operator is taken apart; and what is known by then of what
+it takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tvm import relax
 
@@ -39,7 +40,7 @@ class Expansion:
     what it makes of that kind is added."""
 
     node: Node
-    known: Known
+    known: Known = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._builder, self._made = relax.BlockBuilder(), list[Node]()
@@ -75,7 +76,7 @@ class Expansion:
         inputs = tuple([self._value(arg) for arg in tensors_in(call.expr.args)])
         key = mean_of(call, inputs, self.node.scopes)
         if key in self.known:
-            return self._variable(self.known[key])
+            return self.variable(self.known[key])
         return self._added(call, inputs)[0]
 
     def all(self, expr: relax.Expr) -> list[relax.Var]:
@@ -87,15 +88,16 @@ class Expansion:
         name = f"{self.node.outputs[0].name}_{len(self._made)}"
         values = tuple([Value(f"{name}_{n}" if n else name, out) for n, out in enumerate(call.outputs)])
         self._made.append(Node(call, inputs, values, self.node.scopes, self.node.where))
-        return [self._variable(value) for value in values]
+        return [self.variable(value) for value in values]
 
     def once(self, key: Hashable, make: Callable[[], relax.Var]) -> relax.Var:
         """What is known under this key, or becomes known now."""
         if key not in self.known:
             self.known[key] = self._values[make()]
-        return self._variable(self.known[key])
+        return self.variable(self.known[key])
 
-    def _variable(self, value: Value) -> relax.Var:
+    def variable(self, value: Value) -> relax.Var:
+        """What stands for a value that is there by then."""
         made = value.variable()
         self._values[made] = value
         return made

@@ -71,7 +71,7 @@ class _Swaps:
             return
         (source,), axes = runs[0].inputs, step.move.axes
         (dim,) = {p.dim for axis in axes if isinstance(p := source.sharding.placement(axis), Shard)}
-        sharding = _without(source.sharding, axes)
+        sharding = source.sharding.with_replicate(*axes)
         key = source.value, sharding, source.dtype, step.scopes
         at, whole = self._known.get(key, (0, None))
         if whole is not None and self._products - at <= _AGAIN:
@@ -83,7 +83,7 @@ class _Swaps:
         for run in runs:
             (made,) = run.outputs
             split = {axis: factor for axis, factor in run.split.items() if axis not in axes}
-            result = step.dst if run is runs[-1] else self._form(made, _without(made.sharding, axes))
+            result = step.dst if run is runs[-1] else self._form(made, made.sharding.with_replicate(*axes))
             yield Run(run.node, (whole,), (result,), split)
             whole = result
 
@@ -134,9 +134,3 @@ def _is_split_along(form: Form, axes: tuple[str, ...]) -> bool:
     """Whether these axes split one dim of a form, of which no sum is pending."""
     placements = {form.sharding.placement(axis) for axis in axes}
     return len(placements) == 1 and isinstance(next(iter(placements)), Shard) and not form.sharding.partial
-
-
-def _without(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:
-    for axis in axes:
-        sharding = sharding.with_replicate(axis)
-    return sharding

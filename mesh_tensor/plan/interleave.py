@@ -6,16 +6,17 @@ it is taken apart, or put together, device by device."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tvm import relax
 
-from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.rule import Dim, OpRule, atoms_of
 from mesh_tensor.rules.operator.update import UPDATE
 
 from .atoms import Atoms
+from .expansion import Expansion
 from .ir import Graph, Interleaved, Node, Value, leaves
 
 op = relax.op
@@ -45,7 +46,7 @@ def interleave(graph: Graph, atoms: Atoms, held: Collection[str]) -> Graph | Non
             continue
         stored |= orders
         for one in group.joints:
-            made[one] = _taken_apart(one, parts) if _is_split(one) else _put_together(one, parts)
+            made[one] = Expansion(one).nodes(partial(_taken_apart if _is_split(one) else _put_together, parts))
     if not made:
         return None
     nodes = [one for node in graph.nodes for one in made.get(node, [node])]
@@ -176,49 +177,25 @@ def _after_first(factors: Dim, rule: OpRule) -> int:
     return math.prod(rule.sizes[name] for name in atoms_of(factors)[1:])
 
 
-class _Writer:
-    """Writes nodes in the place of one."""
-
-    def __init__(self, node: Node) -> None:
-        self._node, self._builder = node, relax.BlockBuilder()
-        self.nodes: list[Node] = []
-
-    def made(self, expr: relax.Expr, sources: Iterable[Value], name: str, results: tuple[Value, ...] = ()) -> Node:
-        """A node that computes this of the sources."""
-        call = op_call(self._builder.normalize(expr))
-        values = results or tuple(Value(f"{name}_{n}", out) for n, out in enumerate(call.outputs))
-        self.nodes.append(Node(call, tuple(sources), values, self._node.scopes, self._node.where))
-        return self.nodes[-1]
-
-
 def _shapes(node: Node, parts: int) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
     """How much each device has of every section, and the dims before and after that one."""
     axis, shape = _axis(node), _whole(node).type.shape
     return [size // parts for size in _sections(node)], shape[:axis], shape[axis + 1 :]
 
 
-def _taken_apart(node: Node, parts: int) -> list[Node]:
-    """The nodes that take an interleaved value apart: its dim is (devices, what each has of all sections)."""
-    (value,), axis, writer = node.inputs, _axis(node), _Writer(node)
+def _taken_apart(parts: int, made: Expansion) -> list[relax.Var]:
+    """An interleaved value taken apart: its dim is (devices, what each has of all sections)."""
+    (x,), node, axis = made.given, made.node, _axis(made.node)
     each, before, after = _shapes(node, parts)
-    shape = (*before, parts, sum(each), *after)
-    (apart,) = writer.made(op.reshape(value.variable(), shape), [value], f"{value.name}_parts").outputs
-    cuts = [sum(each[: n + 1]) for n in range(len(each) - 1)]
-    split = writer.made(op.split(apart.variable(), cuts, axis + 1), [apart], f"{value.name}_part")
-    for piece, result in zip(split.outputs, node.outputs, strict=True):
-        writer.made(op.reshape(piece.variable(), result.type.shape), [piece], "", (result,))
-    return writer.nodes
+    apart = made(op.reshape(x, (*before, parts, sum(each), *after)))
+    pieces = made.all(op.split(apart, [sum(each[: n + 1]) for n in range(len(each) - 1)], axis + 1))
+    return [made(op.reshape(one, out.type.shape)) for one, out in zip(pieces, node.outputs, strict=True)]
 
 
-def _put_together(node: Node, parts: int) -> list[Node]:
-    """The nodes that make an interleaved value of its sections."""
-    (value,), axis, writer = node.outputs, _axis(node), _Writer(node)
+def _put_together(parts: int, made: Expansion) -> list[relax.Var]:
+    """An interleaved value made of its sections."""
+    node, axis = made.node, _axis(made.node)
     each, before, after = _shapes(node, parts)
-    pieces: list[Value] = []
-    for number, (source, size) in enumerate(zip(node.inputs, each, strict=True)):
-        shape = (*before, parts, size, *after)
-        pieces += writer.made(op.reshape(source.variable(), shape), [source], f"{value.name}_part_{number}").outputs
-    joined = op.concat([piece.variable() for piece in pieces], axis + 1)
-    (whole,) = writer.made(joined, pieces, f"{value.name}_parts").outputs
-    writer.made(op.reshape(whole.variable(), value.type.shape), [whole], "", (value,))
-    return writer.nodes
+    sections = zip(made.given, each, strict=True)
+    pieces = [made(op.reshape(x, (*before, parts, size, *after))) for x, size in sections]
+    return [made(op.reshape(made(op.concat(pieces, axis + 1)), node.outputs[0].type.shape))]

@@ -197,6 +197,14 @@ class Graph:
                 found.setdefault(value, []).append((node, position))
         return found
 
+    def makers(self) -> dict[Value, Node]:
+        """Per value that a node makes: that node."""
+        return {value: node for node in self.nodes for value in node.outputs}
+
+    def kept(self) -> set[Value]:
+        """The values that stay whatever is written otherwise: what is returned, and of what a layout is stated."""
+        return {*leaves(self.result), *self.annotations}
+
     def inner_links(self) -> set[Value]:
         """The values that one operand is, and nothing else: the function does not return them."""
         results = set(leaves(self.result))

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from .atoms import Atoms, NodeRule
 from .carry import adds, moves
-from .decide import Decision, fits, operand_layouts, result_layout
-from .ir import Graph, Node, Value, leaves
+from .decide import Decision, fits
+from .ir import Graph, Node, Value
 from .propagate import Layouts
 
 
@@ -17,8 +17,7 @@ def joint_sums(
     graph: Graph, atoms: Atoms, layouts: Layouts, decisions: Mapping[Node, Decision]
 ) -> dict[Node, Decision]:
     """The terms that are completed by themselves, and could wait for what others of their sum wait for."""
-    made = {value: node for node in graph.nodes for value in node.outputs}
-    uses, kept = graph.uses(), {*leaves(graph.result), *graph.annotations}
+    made, uses, kept = graph.makers(), graph.uses(), graph.kept()
     inside = {value for node in graph.nodes if adds(node, atoms.rules[node]) for value in node.inputs}
     passed = {value for value in inside if len(uses[value]) == 1 and value not in kept}
     found: dict[Node, Decision] = {}
@@ -71,6 +70,4 @@ def _waiting(node: Node, rule: NodeRule, layouts: Layouts, decision: Decision, a
             split[axis] = summed[0]
     if split == decision.split or len(node.outputs) > 1 or not fits(rule, split, mesh):
         return None
-    results = zip(rule.outputs, rule.partial, strict=True)
-    produced = tuple([result_layout(mesh, factors, split, ops, layouts.order) for factors, ops in results])
-    return Decision(split, split, operand_layouts(mesh, rule, split, layouts.order), produced)
+    return Decision.of(mesh, rule, split, layouts.order)

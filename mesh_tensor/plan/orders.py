@@ -135,7 +135,7 @@ class Orders:
     """The indices of a graph."""
 
     def __init__(self, graph: Graph) -> None:
-        self.makers = {value: node for node in graph.nodes for value in node.outputs}
+        self.makers = graph.makers()
         # What is asked again and again of the same values.
         self.positions, self.below = cache(self._positions), cache(self._below)
 
@@ -223,9 +223,7 @@ class Orders:
 
     def _is_range(self, value: Value) -> bool:
         """Whether the elements are 0, 1, 2, ..."""
-        node = self.makers.get(value)
-        while node is not None and _is_same(node):
-            node = self.makers.get(node.inputs[0])
+        node = self._past_casts(value)
         if node is None or node.call.name != "arange" or value.type.ndim != 1:
             return False
         return node.call.literals[:1] == (0,) and node.call.literals[2:] == (1,)

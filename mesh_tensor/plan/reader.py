@@ -60,8 +60,8 @@ def read_graph(
     graph.chosen_rows = chosen_rows(func)
     if reader.loops:
         # What rows of loops are put into is never made.
-        taken = {*leaves(graph.result), *graph.annotations}
-        graph.loops, graph.nodes = reader.loops, nodes_before(graph.nodes, taken, lambda node: bool(node.mark))
+        graph.loops = reader.loops
+        graph.nodes = nodes_before(graph.nodes, graph.kept(), lambda node: bool(node.mark))
     _check_groups(graph)
     return rows_in_place(graph)
 

@@ -159,7 +159,7 @@ _STEPS = 12  # halvings of what computing a byte again costs, in bytes kept
 
 def bytes_kept(graph: Graph, taken: Collection[Value], again: Collection[Value]) -> int:
     """The bytes that are kept where the values `again` are computed again, for a backward part that takes `taken`."""
-    made = {value: node for node in graph.nodes for value in node.outputs}
+    made = graph.makers()
     kept, seen, todo = 0, set[Value](), [value for value in taken if value in made]
     while todo:
         value = todo.pop()

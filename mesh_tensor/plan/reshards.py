@@ -138,9 +138,7 @@ class _Writer:
 
     def _before_windows(self, value: Value, needed: Sharding) -> Sharding:
         """What windows are made of: tiles, or the whole dims where devices have them."""
-        whole = needed.plain
-        for axis in [axis for dim, _ in needed.windows for axis in needed.axes_of(dim)]:
-            whole = whole.with_replicate(axis)
+        whole = needed.plain.with_replicate(*(axis for dim, _ in needed.windows for axis in needed.axes_of(dim)))
         return whole if any(form.sharding == whole for form in self._forms[value]) else needed.plain
 
     def obtain(self, value: Value, wanted: Sharding, scopes: tuple[Scope, ...], reason: str) -> Form:
@@ -188,7 +186,7 @@ class _Writer:
         wanted = made = self._layouts.of[src if inside is None else inside]
         if node.mark == "loop.stack":
             row = self._layouts.of[src]
-            wanted = Sharding(row.mesh, row.ndim, row.dims)
+            wanted = row.complete
             own = len(self._atoms.devices.get(src, ()))
             steps: tuple[tuple[str, ...], ...] = ((),) * len(self._atoms.of[dst][0])
             made = Sharding(row.mesh, len(self._atoms.shape(dst)), row.dims[:own] + steps + row.dims[own:])

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
 
 from tvm import relax
 
@@ -18,7 +20,8 @@ from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.shifts import joined_parts
 
 from .atoms import Atoms
-from .ir import Graph, Node, Value, leaves
+from .expansion import Expansion
+from .ir import Graph, Node, Value
 from .manual import Axes, varying
 from .propagate import Layouts
 
@@ -30,16 +33,13 @@ def joined_slices(graph: Graph) -> Graph:
     slices = [node for node in graph.nodes if node.call.name == "strided_slice"]
     if len(slices) < 2:
         return graph
-    results = {*leaves(graph.result), *graph.annotations}
-    users: dict[Value, list[Node]] = {}
-    for node in graph.nodes:
-        for value in dict.fromkeys(node.inputs):
-            users.setdefault(value, []).append(node)
+    kept = graph.kept()
+    users = {value: list(dict.fromkeys(user for user, _ in found)) for value, found in graph.uses().items()}
     made: dict[Node, Node] = {}
     gone: set[Node] = set()
     for value in dict.fromkeys(node.inputs[0] for node in slices):
         found = users[value]
-        if value not in results and (parts := _parts(value, found)) is not None:
+        if value not in kept and (parts := _parts(value, found)) is not None:
             made[found[0]] = _split(value, *parts)
             gone.update(found)
     if not made:
@@ -53,7 +53,7 @@ def without_joins(graph: Graph) -> Graph:
     else takes are not made."""
     joins = {node.outputs[0]: node for node in graph.nodes if node.call.name == "concat"}
     splits = [node for node in graph.nodes if node.call.name == "split" and node.inputs[0] in joins]
-    kept = {*leaves(graph.result), *graph.annotations}
+    kept = graph.kept()
     own = varying(graph) if splits else {}
     splits = [node for node in splits if _undoes(node, joins[node.inputs[0]], own) and kept.isdisjoint(node.outputs)]
     if not splits:
@@ -88,19 +88,15 @@ def sliced_splits(graph: Graph, atoms: Atoms, layouts: Layouts) -> Graph | None:
         if node.call.name == "split" and len({out.type.shape for out in node.outputs}) > 1:
             (value,), dim = node.inputs, node.call.axis(node.call.attr("axis", 0))
             if any(layouts.of[value].axes_of(position) for position in atoms.positions(value, dim)):
-                made[node] = list(_slices(node, value, dim))
+                made[node] = Expansion(node).nodes(partial(_slices, dim))
     if not made:
         return None
     return parts_side_by_side(replace(graph, nodes=[one for node in graph.nodes for one in made.get(node, [node])]))
 
 
-def _slices(split: Node, value: Value, dim: int) -> Iterator[Node]:
-    begin = 0
-    for out in split.outputs:
-        end = begin + out.type.shape[dim]
-        cut = relax.op.strided_slice(value.variable(), [dim], [begin], [end])
-        yield Node(op_call(relax.BlockBuilder().normalize(cut)), (value,), (out,), split.scopes, split.where)
-        begin = end
+def _slices(dim: int, made: Expansion) -> list[relax.Var]:
+    ends = list(accumulate([0, *(out.type.shape[dim] for out in made.node.outputs)]))
+    return [made(relax.op.strided_slice(made.given[0], [dim], [at], [end])) for at, end in pairwise(ends)]
 
 
 def parts_side_by_side(graph: Graph) -> Graph:
@@ -193,14 +189,11 @@ def without_fixed_rows(graph: Graph) -> Graph:
     choices = [node for node in graph.nodes if node.call.name == "where"]
     if not choices:
         return graph
-    makers = {value: node for node in graph.nodes for value in node.outputs}
+    makers = graph.makers()
     made: dict[Node, Node] = {}
     gone: set[Node] = set()
-    kept, own = {*leaves(graph.result), *graph.annotations}, varying(graph)
-    users: dict[Value, set[Node]] = {}
-    for node in graph.nodes:
-        for value in node.inputs:
-            users.setdefault(value, set()).add(node)
+    kept, own = graph.kept(), varying(graph)
+    users = {value: {user for user, _ in found} for value, found in graph.uses().items()}
     for choice in choices:
         maker, constant = makers.get(choice.inputs[-1]), makers.get(choice.inputs[1])
         if maker is None or constant is None or not _is_itself(choice, constant, maker, own):

@@ -11,25 +11,22 @@ multiply them (see the target).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 from tvm import relax
 
-from mesh_tensor.annotations.names import Fresh
 from mesh_tensor.rules.operator import OpRule
-from mesh_tensor.rules.operator.call import op_call
 from mesh_tensor.rules.operator.linear_algebra import GROUPED, looked_up_call
 from mesh_tensor.rules.operator.rule import atoms_of, has_rule, rule_of
 
 from .batch_kinds import placed_factors
+from .expansion import Expansion, Make
 from .ir import Graph, Node, Value, leaves, nodes_before
 from .orders import HISTOGRAM, SORT, Orders, sorts_groups
 
-# Of what makes expressions of variables, and values: the value that is made.
-_Emit = Callable[..., Value]
-_Write = Callable[[Node, _Emit], None]
+op = relax.op
 
 
 def rows_in_place(graph: Graph) -> Graph:
@@ -40,45 +37,36 @@ def rows_in_place(graph: Graph) -> Graph:
     made = _Sorted(graph).made
     if not made:
         return graph
-    wanted = {*leaves(graph.result), *graph.annotations, *graph.state.values()}
+    wanted = {*graph.kept(), *graph.state.values()}
     return replace(graph, nodes=nodes_before(list(_rewritten(graph, made, wanted)), wanted))
 
 
-def _rewritten(graph: Graph, made: Mapping[Node, _Write | None], wanted: Collection[Value]) -> Iterator[Node]:
+def _rewritten(graph: Graph, made: Mapping[Node, Make | None], wanted: Collection[Value]) -> Iterator[Node]:
     """The nodes; those that give what they take, sorted or put back, only where that has to have its name."""
-    fresh, same = Fresh([value.name for value in graph.values()]), dict[Value, Value]()
+    same = dict[Value, Value]()
     for before in graph.nodes:
-        node = replace(before, inputs=tuple([same.get(value, value) for value in before.inputs]))
+        node = _taking(before, same)
         if before not in made:
             yield node
-        elif (write := made[before]) is not None:
-            yield from _written(node, write, fresh, same)
+        elif (make := made[before]) is not None:
+            yield from _written(node, make, same)
         else:
             if len(node.outputs) > 1:  # a sort, of which somebody may take the order
-                yield replace(node, outputs=(_copy(node.outputs[0], fresh), *node.outputs[1:]))
+                sorted_, *rest = node.outputs
+                yield replace(node, outputs=(Value(f"{sorted_.name}_sorted", sorted_.type), *rest))
             if node.outputs[0] in wanted:
-                yield from _written(node, _same, fresh, same)
+                yield from _written(node, lambda made: made.given[:1], same)
             else:
                 same[node.outputs[0]] = node.inputs[0]
 
 
-def _copy(value: Value, fresh: Fresh) -> Value:
-    return Value(fresh.name(value.name), value.type)
+def _taking(node: Node, same: Mapping[Value, Value]) -> Node:
+    return replace(node, inputs=tuple([same.get(value, value) for value in node.inputs]))
 
 
-def _written(node: Node, write: _Write, fresh: Fresh, same: Mapping[Value, Value]) -> list[Node]:
-    """The nodes in the place of one, of which the last gives what that gave first."""
-    nodes: list[Node] = []
-
-    def emit(make: Callable[..., relax.Expr], *values: Value) -> Value:
-        call = op_call(relax.BlockBuilder().normalize(make(*(value.variable() for value in values))))
-        out = Value(fresh.name(node.outputs[0].name), call.outputs[0])
-        values = tuple([same.get(value, value) for value in values])
-        nodes.append(replace(node, call=call, inputs=values, outputs=(out,), flops=None))
-        return out
-
-    write(node, emit)
-    return [*nodes[:-1], replace(nodes[-1], outputs=node.outputs[:1])]
+def _written(node: Node, make: Make, same: Mapping[Value, Value]) -> list[Node]:
+    """The nodes in the place of one, which give what that gave first."""
+    return [_taking(one, same) for one in Expansion(replace(node, outputs=node.outputs[:1])).nodes(make)]
 
 
 class _Sorted:
@@ -94,7 +82,7 @@ class _Sorted:
         self._kept.update(order for value, order in self._rows.items() if value in results)
         self.made = {node: write for node, (order, write) in found.items() if order not in self._kept}
 
-    def _how(self, node: Node) -> tuple[Value, _Write | None] | None:
+    def _how(self, node: Node) -> tuple[Value, Make | None] | None:
         """Of a node that leads into an order, or out of it, or goes by it: the order, and what writes the same for rows
         in place; None for what these are already."""
         if (taken := self._taken(node)) is not None:
@@ -120,7 +108,7 @@ class _Sorted:
             self._kept.add(order)
         return None
 
-    def _taken(self, node: Node) -> tuple[Value, _Write | None] | None:
+    def _taken(self, node: Node) -> tuple[Value, Make | None] | None:
         """What is taken in an order, of rows that stand in none."""
         if node.call.operator == SORT and node.inputs[0] not in self._rows:
             return (node.outputs[1], None) if node.inputs[0].type.ndim == 1 else None
@@ -169,26 +157,21 @@ def _others(rule: OpRule, firsts: set[tuple[int, int]]) -> Iterator[str]:
     yield from (*placed_factors(rule), *rule.reduced, *rule.alike, *rule.alike.values())
 
 
-def _same(node: Node, emit: _Emit) -> None:
-    emit(lambda x: relax.op.reshape(x, node.outputs[0].type.shape), node.inputs[0])
-
-
-def _repeated(by: int, node: Node, emit: _Emit) -> None:
+def _repeated(by: int, made: Expansion) -> list[relax.Var]:
     """So many rows for each."""
-    rows, *rest = node.inputs[0].type.shape
-    each = emit(lambda x: relax.op.expand_dims(x, [1]), node.inputs[0])
-    many = emit(lambda x: relax.op.broadcast_to(x, relax.ShapeExpr([rows, by, *rest])), each)
-    emit(lambda x: relax.op.reshape(x, [rows * by, *rest]), many)
+    x, (rows, *rest) = made.given[0], made.node.inputs[0].type.shape
+    many = made(op.broadcast_to(made(op.expand_dims(x, [1])), relax.ShapeExpr([rows, by, *rest])))
+    return [made(op.reshape(many, [rows * by, *rest]))]
 
 
-def _summed(by: int, node: Node, emit: _Emit) -> None:
+def _summed(by: int, made: Expansion) -> list[relax.Var]:
     """So many rows as one, added to what is there."""
-    data, _, rows = node.inputs
-    each = emit(lambda x: relax.op.reshape(x, [data.type.shape[0], by, *data.type.shape[1:]]), rows)
-    emit(relax.op.add, data, emit(lambda x: relax.op.sum(x, [1]), each))
+    (data, _, rows), shape = made.given, made.node.inputs[0].type.shape
+    each = made(op.reshape(rows, [shape[0], by, *shape[1:]]))
+    return [made(op.add(data, made(op.sum(each, [1]))))]
 
 
-def _looked_up(ids: Value, node: Node, emit: _Emit) -> None:
+def _looked_up(ids: Value, made: Expansion) -> list[relax.Var]:
     """Each row by the matrix that its id says."""
-    dtype = node.outputs[0].type.dtype
-    emit(lambda x, weight, index: looked_up_call(x, weight, index, dtype), *node.inputs[:2], ids)
+    x, weight, _ = made.given
+    return [made(looked_up_call(x, weight, made.variable(ids), made.node.outputs[0].type.dtype))]

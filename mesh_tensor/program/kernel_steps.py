@@ -48,7 +48,7 @@ def kernel_program(step: Run, atoms: Atoms) -> Program:
         own = atoms.on_device(form.value, form.sharding)
         plain = plain_sharding(own, tuple(part for dim in parts for part in dim))
         assert plain is not None, f"{step.node.where}: the tiles of {form.name} are no contiguous parts"
-        layouts.append(Sharding(plain.mesh, plain.ndim, plain.dims) if carried else plain)
+        layouts.append(plain.complete if carried else plain)
         for axis, factor in step.split.items():
             if factor in of_atoms and (dim := plain.dim_of(axis)) is not None:
                 split.setdefault(axis, (name, dim))

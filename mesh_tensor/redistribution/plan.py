@@ -133,7 +133,7 @@ def _to_parts(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> tuple[Mov
     """What is partial is completed in tiles first, those that there are where all get the same window; then every
     device gets its window, or its blocks, from whoever has them."""
     alike = not dst.partial and not dst.blocks and not any(window.stride for _, window in dst.windows)
-    tiles = Sharding(src.mesh, src.ndim, src.dims) if alike else dst.plain
+    tiles = src.complete if alike else dst.plain
     moves = _planned(src, tiles, shape) if src.partial != dst.partial else ()
     return (*moves, direct_move(moves[-1].after if moves else src, dst))
 

@@ -19,7 +19,7 @@ from .effects import leaves_kernel, leaves_loop, op_name
 from .linear import holds_always, loop_ranges, loops_in
 from .nodes import is_const, nodes
 from .prover import Prover
-from .rewrite import call_like, sequence, statements, without_mark
+from .rewrite import call_like, rewritten, sequence, statements, without_mark
 
 #: Marks the outer one of two loops that `unfuse` made; the value is the fused loop's thread binding, 0 if it has none.
 _FUSED = "mesh_tensor.fused"
@@ -212,8 +212,7 @@ def with_intervals(func: tirx.PrimFunc) -> tirx.PrimFunc:
     divide its extent."""
     if not nodes(func.body, tirx.FloorMod):
         return func
-    body = tirx.stmt_functor.ir_transform(func.body, None, _apart, ["tirx.For"])
-    return func if body.same_as(func.body) else func.with_body(body)
+    return rewritten(func, _apart, tirx.For)
 
 
 def join(body: tirx.Stmt) -> tirx.Stmt:

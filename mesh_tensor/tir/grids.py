@@ -13,7 +13,7 @@ from mesh_tensor.base.errors import refuse
 
 from .effects import is_hint, leaves_kernel, op_name
 from .nodes import function_name, is_const, nodes, used
-from .rewrite import block_like, replace_block, sequence, statements, with_body
+from .rewrite import block_like, replace_block, rewritten, sequence, statements, with_body
 from .tile_calls import parse_tile_op
 
 
@@ -111,8 +111,7 @@ def without_grid_barriers(func: tirx.PrimFunc) -> tirx.PrimFunc:
         kernels = [part for stmt in statements(node.body) for part in _between_barriers(stmt)]
         return with_body(node, sequence(kernels))
 
-    body = tirx.stmt_functor.ir_transform(func.body, None, apart, ["tirx.SBlock"])
-    return func.with_body(body)
+    return rewritten(func, apart, tirx.SBlock)
 
 
 def _between_barriers(kernel: tirx.Stmt) -> list[tirx.Stmt]:

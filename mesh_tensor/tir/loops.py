@@ -22,7 +22,7 @@ from .effects import leaves_kernel, leaves_loop
 from .linear import loop_ranges, loops_in
 from .nodes import conjuncts, is_const, nodes
 from .prover import Prover
-from .rewrite import loop_like, without_mark
+from .rewrite import loop_like, rewritten, without_mark
 from .user_reports import prints
 
 #: Marks a loop that `lengthen` made.
@@ -40,8 +40,7 @@ def lengthen(func: tirx.PrimFunc) -> tirx.PrimFunc:
     def visit(loop: tirx.For) -> tirx.Stmt | None:
         return _long(loop, analyzer, around) if _is_short(loop) else None
 
-    body = tirx.stmt_functor.ir_transform(func.body, None, visit, ["tirx.For"])
-    return func if body.same_as(func.body) else func.with_body(body)
+    return rewritten(func, visit, tirx.For)
 
 
 def shorten(body: tirx.Stmt) -> tirx.Stmt:
@@ -191,7 +190,7 @@ def forward(func: tirx.PrimFunc) -> tirx.PrimFunc:
         marks = {**dict(loop.annotations), BACKWARD: True}
         return tirx.For(loop.loop_var, 0, loop.extent, loop.kind, _from_end(loop, last), None, marks)
 
-    return func.with_body(tirx.stmt_functor.ir_transform(func.body, None, turn, ["tirx.For"]))
+    return rewritten(func, turn, tirx.For)
 
 
 def backward(body: tirx.Stmt) -> tirx.Stmt:

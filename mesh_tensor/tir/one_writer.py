@@ -35,7 +35,7 @@ from .effects import (
 from .linear import vars_of
 from .nodes import expressions, loads, nodes, same_expression, used
 from .prover import Prover
-from .rewrite import inner, number
+from .rewrite import inner, number, rewritten
 from .tile_position import CALLED
 
 #: Where a device stands: the coordinates that a local kernel takes.
@@ -66,8 +66,7 @@ def left_to_one(
             return None
         return tirx.IfThenElse(here, tirx.BufferStore(stmt.buffer, _with_zero(value), stmt.indices), None)
 
-    body = tirx.stmt_functor.ir_transform(func.body, None, skip, ["tirx.BufferStore"])
-    return func.with_body(body)
+    return rewritten(func, skip, tirx.BufferStore)
 
 
 def _with_zero(value: tirx.PrimExpr) -> tirx.PrimExpr:

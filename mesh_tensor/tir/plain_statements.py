@@ -20,7 +20,7 @@ from .linear import loop_ranges, loops_in
 from .memory import is_compact, row_strides
 from .nodes import conjuncts, function_name, is_const, loads, nodes, same_expression
 from .prover import Prover
-from .rewrite import cast, exchange_buffers, sequence, statements, with_indices, with_inner
+from .rewrite import cast, exchange_buffers, rewritten, sequence, statements, with_indices, with_inner
 
 _CHEAP = ("tirx.if_then_else",)
 _COUNTERS = ("int32", "int64")
@@ -31,8 +31,7 @@ def with_values_in_place(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The same kernel, in which values of loads are where they are used."""
     if not nodes(func.body, tirx.Bind):
         return func
-    body = tirx.stmt_functor.ir_transform(func.body, None, _placed, ["tirx.SeqStmt"])
-    return func if body.same_as(func.body) else func.with_body(body)
+    return rewritten(func, _placed, tirx.SeqStmt)
 
 
 def _placed(node: tirx.SeqStmt) -> tirx.Stmt | None:
@@ -156,8 +155,7 @@ def without_idle_guards(func: tirx.PrimFunc) -> tirx.PrimFunc:
             else (guard.then_case)
         )
 
-    body = tirx.stmt_functor.ir_transform(func.body, None, plain, ["tirx.IfThenElse"])
-    return func if body.same_as(func.body) else func.with_body(body)
+    return rewritten(func, plain, tirx.IfThenElse)
 
 
 def with_plain_conditions(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -167,15 +165,14 @@ def with_plain_conditions(func: tirx.PrimFunc) -> tirx.PrimFunc:
         is_both = op_name(call) == "tirx.bitwise_and" and call.dtype == "bool" and not loads(call)
         return tirx.And(*call.args) if is_both else None
 
-    body = tirx.stmt_functor.ir_transform(func.body, None, plain, ["tirx.Call"])
-    return func if body.same_as(func.body) else func.with_body(body)
+    return rewritten(func, plain, tirx.Call)
 
 
 def with_plain_blocks(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The function with plain blocks; those with an init or parts of other buffers are left, which are refused."""
     if all(map(_is_plain, nodes(func.body, tirx.SBlockRealize))):
         return func
-    return func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _plain, ["tirx.SBlockRealize"]))
+    return rewritten(func, _plain, tirx.SBlockRealize)
 
 
 def _is_plain(realize: tirx.SBlockRealize) -> bool:
@@ -203,7 +200,7 @@ def with_wide_counters(func: tirx.PrimFunc) -> tirx.PrimFunc:
     int64."""
     if all(loop.loop_var.dtype in _COUNTERS for loop in nodes(func.body, tirx.For)):
         return func
-    return func.with_body(tirx.stmt_functor.ir_transform(func.body, None, _wide, ["tirx.For"]))
+    return rewritten(func, _wide, tirx.For)
 
 
 def _wide(loop: tirx.For) -> tirx.Stmt | None:

@@ -119,6 +119,13 @@ def with_inner(stmt: tirx.Stmt, change: Callable[[tirx.Stmt], tirx.Stmt]) -> tir
     return stmt
 
 
+def rewritten(func: tirx.PrimFunc, change: Callable[[Any], Any], *kinds: type) -> tirx.PrimFunc:
+    """The function with what `change` makes of its nodes of these kinds, inner ones first (of None: what they were);
+    itself, where that is all."""
+    body = tirx.stmt_functor.ir_transform(func.body, None, change, [f"tirx.{kind.__name__}" for kind in kinds])
+    return func if body.same_as(func.body) else func.with_body(body)
+
+
 def guarded(stmt: tirx.Stmt, conditions: Sequence[tirx.PrimExpr], otherwise: tirx.Stmt | None = None) -> tirx.Stmt:
     """The statement where all conditions hold, the last one asked first."""
     for condition in conditions:

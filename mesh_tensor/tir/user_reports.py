@@ -18,7 +18,7 @@ from tvm.tirx.stmt_functor import ir_transform, substitute
 
 from .effects import op_name
 from .nodes import loads, nodes
-from .rewrite import loop_like, sequence
+from .rewrite import loop_like, rewritten, sequence
 
 #: The attribute around the statements of one `T.print`.
 PRINT_ATTR = "mesh_tensor.print"
@@ -119,7 +119,7 @@ def without_reports_for_cpus(func: tirx.PrimFunc) -> tirx.PrimFunc:
         count = ASSERTS[call.op.name] if call.op.name in ASSERTS else PRINTS[call.args[0].value]
         return tirx.Evaluate(tirx.Call(call.dtype, call.op, list(call.args)[:count]))
 
-    return func.with_body(ir_transform(func.body, None, plain, ["tirx.AttrStmt", "tirx.Evaluate"]))
+    return rewritten(func, plain, tirx.AttrStmt, tirx.Evaluate)
 
 
 def without_thread_tests(body: tirx.Stmt, threads: set[tirx.Var]) -> tirx.Stmt:

@@ -19,7 +19,7 @@ from .memory import Memory, elements, find_memories, has_equal_bits, is_compact,
 from .nodes import nodes
 from .prover import Prover
 from .regions import Region, deeper
-from .rewrite import block_like, call_like, guarded, parallel_nest, sequence, with_args, with_body
+from .rewrite import block_like, call_like, guarded, parallel_nest, rewritten, sequence, with_args, with_body
 from .tile_ops import Atomic, Copy, Fill
 from .view_map import ViewMap
 
@@ -52,7 +52,7 @@ def declared(func: tirx.PrimFunc) -> tirx.PrimFunc:
         mine = [v for m, v in found if (here if m.is_param else any(m.owner.same_as(b) for b in block.alloc_buffers))]
         return with_body(block, tirx.SeqStmt([*map(tirx.DeclBuffer, mine), block.body])) if mine else None
 
-    return func.with_body(tirx.stmt_functor.ir_transform(func.body, None, declare, ["tirx.SBlock"]))
+    return rewritten(func, declare, tirx.SBlock)
 
 
 class _Resolver:

@@ -14,7 +14,7 @@ from tvm import tirx
 
 from mesh_tensor.tir.effects import leaves_kernel, op_name, written
 from mesh_tensor.tir.nodes import loads, nodes, used
-from mesh_tensor.tir.rewrite import block_like, guarded, replace_block, sequence
+from mesh_tensor.tir.rewrite import guarded, sequence
 from mesh_tensor.tir.tile_calls import parse_tile_op
 from mesh_tensor.tir.tile_ops import Fill
 from mesh_tensor.tir.user_reports import prints
@@ -31,9 +31,7 @@ def conditions_apart(kernel: Kernel) -> tirx.PrimFunc | None:
     if not any(map(_is_around_several, stmts)) or left_views(kernel.func) or prints(kernel.func.body):
         return None
     made = [part for stmt in stmts for part in _apart(stmt, kernel)]
-    body = hinted_like(kernel.root.body, sequence(made))
-    block = block_like(kernel.root, body, kernel.root.alloc_buffers)
-    return with_own_variables(kernel.func.with_body(replace_block(kernel.func.body, block, {})))
+    return with_own_variables(kernel.with_body(hinted_like(kernel.root.body, sequence(made))))
 
 
 def _is_around_several(stmt: tirx.Stmt) -> bool:

@@ -17,7 +17,7 @@ from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.tir.effects import changes_nothing, leaves_kernel, leaves_loop, written
 from mesh_tensor.tir.linear import linear_form, vars_of
 from mesh_tensor.tir.nodes import DIVISIONS, is_const, loads, nodes
-from mesh_tensor.tir.rewrite import block_like, guarded, loop_like, replace_block, sequence
+from mesh_tensor.tir.rewrite import guarded, loop_like, sequence
 from mesh_tensor.tir.user_reports import prints
 from mesh_tensor.tir.views import left_views
 
@@ -43,8 +43,7 @@ def distributed(kernel: Kernel) -> tirx.PrimFunc | None:
     body = tirx.stmt_functor.ir_transform(kernel.root.body, visit, None, ["tirx.For"])
     if body.same_as(kernel.root.body):
         return None
-    block = block_like(kernel.root, body, [*kernel.root.alloc_buffers, *expanded])
-    return kernel.func.with_body(replace_block(kernel.func.body, block, {}))
+    return kernel.with_body(body, [*kernel.root.alloc_buffers, *expanded])
 
 
 _ACCESSES = (tirx.BufferLoad, tirx.BufferStore)

@@ -21,7 +21,7 @@ from tvm import tirx
 from mesh_tensor.tir.effects import changes_nothing, leaves_kernel, leaves_loop
 from mesh_tensor.tir.loops import is_backward
 from mesh_tensor.tir.nodes import int_or, is_const, nodes
-from mesh_tensor.tir.rewrite import block_like, loop_like, over_elements, replace_block, sequence, with_other_dims
+from mesh_tensor.tir.rewrite import loop_like, over_elements, sequence, with_other_dims
 from mesh_tensor.tir.tile_calls import parse_tile_op
 from mesh_tensor.tir.tile_ops import Copy
 from mesh_tensor.tir.user_reports import prints
@@ -49,8 +49,7 @@ def in_two_loops(kernel: Kernel) -> tirx.PrimFunc | None:
         found = found or parts is not None
     if not found:
         return None
-    block = block_like(kernel.root, hinted_like(kernel.root.body, sequence(made)), allocated)
-    return with_own_variables(kernel.func.with_body(replace_block(kernel.func.body, block, {})))
+    return with_own_variables(kernel.with_body(hinted_like(kernel.root.body, sequence(made)), allocated))
 
 
 class _Fission:

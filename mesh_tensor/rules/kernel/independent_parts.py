@@ -25,13 +25,10 @@ from mesh_tensor.tir.grids import alone
 from mesh_tensor.tir.linear import linear_form
 from mesh_tensor.tir.nodes import is_const, nodes, used
 from mesh_tensor.tir.rewrite import (
-    block_like,
     inner,
     loop_like,
-    replace_block,
     sequence,
     statements,
-    with_body,
     with_inner,
 )
 from mesh_tensor.tir.tile_ops import Copy, Fill
@@ -158,11 +155,11 @@ def _decided(body: tirx.Stmt) -> tirx.Stmt:
 def _with_loops_apart(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The kernel with a loop for the iterations for which a condition on their number holds, and one for the others. Of
     parallel loops in each other, any may be the one."""
-    root = read_kernel(func).root
-    body = _loops_apart(root.body)
-    if body.same_as(root.body):
+    kernel = read_kernel(func)
+    body = _loops_apart(kernel.root.body)
+    if body.same_as(kernel.root.body):
         return func
-    made = with_own_variables(func.with_body(replace_block(func.body, with_body(root, body), {})))
+    made = with_own_variables(kernel.with_body(body))
     return made.with_body(_decided(made.body))
 
 
@@ -316,19 +313,18 @@ def _only(kernel: Kernel, kept: set[Statement]) -> tirx.PrimFunc:
         return tirx.Evaluate(0) if stmt in others else None
 
     body = tirx.stmt_functor.ir_transform(kernel.root.body, dropped, None, _LEAVES)
-    return kernel.func.with_body(replace_block(kernel.func.body, with_body(kernel.root, body), {}))
+    return kernel.with_body(body)
 
 
 def _alone(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The kernel without loops, bindings, buffers and parameters of which nothing is left."""
-    root = read_kernel(func).root
-    body = _without_idle(root.body)
+    kernel = read_kernel(func)
+    body = _without_idle(kernel.root.body)
     while unused := {bind for bind in nodes(body, tirx.Bind) if bind.var not in used(body)}:
         body = _without_idle(_without(body, unused))
-    allocated = [buffer for buffer in root.alloc_buffers if buffer.data in used(body)]
-    made = replace_block(func.body, block_like(root, body, allocated), {})
-    outer = made.block.body if isinstance(made, tirx.SBlockRealize) else made
-    return alone(func.with_body(made), statements(outer), {})
+    made = kernel.with_body(body, [buffer for buffer in kernel.root.alloc_buffers if buffer.data in used(body)])
+    outer = made.body.block.body if isinstance(made.body, tirx.SBlockRealize) else made.body
+    return alone(made, statements(outer), {})
 
 
 def _without(body: tirx.Stmt, binds: set[tirx.Bind]) -> tirx.Stmt:

@@ -33,7 +33,7 @@ from mesh_tensor.tir.plain_statements import (
 from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.reducers import parts_of, without_reducers
 from mesh_tensor.tir.regions import Region
-from mesh_tensor.tir.rewrite import call_like, loop_like, number, sequence, with_indices
+from mesh_tensor.tir.rewrite import call_like, loop_like, number, rewritten, sequence, with_indices
 from mesh_tensor.tir.tile_calls import parse_tile_op
 from mesh_tensor.tir.tile_ops import Fill
 from mesh_tensor.tir.tile_position import as_helper
@@ -79,8 +79,7 @@ def _normalized(source: _Source) -> tirx.PrimFunc:
     refuse_division_by_0(source.func)
     func = with_places_from_the_end(with_own_variables(source.func))
     func = without_early_exits(with_plain_blocks(with_plain_conditions(with_wide_counters(func))))
-    body = tirx.stmt_functor.ir_transform(func.body, None, parts_of, ["tirx.Evaluate"])
-    func = without_reducers(func if body.same_as(func.body) else func.with_body(body))
+    func = without_reducers(rewritten(func, parts_of, tirx.Evaluate))
     func = without_idle_guards(with_values_in_place(_inline_bindings(func)))
     refuse_overflow(func)
     func = _with_plain_extents(with_plain_single_dims(func))
@@ -105,8 +104,7 @@ def _with_plain_extents(func: tirx.PrimFunc) -> tirx.PrimFunc:
         extents = [analyzer.simplify(extent) for extent in call.args[2:]]
         return call_like(call, [*call.args[:2], *extents])
 
-    body = tirx.stmt_functor.ir_transform(func.body, None, plain, ["tirx.Call"])
-    return func if body.same_as(func.body) else func.with_body(body)
+    return rewritten(func, plain, tirx.Call)
 
 
 def _inline_bindings(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -179,8 +177,7 @@ def with_plain_single_dims(func: tirx.PrimFunc) -> tirx.PrimFunc:
             return None
         return with_indices(node, indices)
 
-    body = tirx.stmt_functor.ir_transform(func.body, None, plain, ["tirx.BufferLoad", "tirx.BufferStore"])
-    return func if body.same_as(func.body) else func.with_body(body)
+    return rewritten(func, plain, tirx.BufferLoad, tirx.BufferStore)
 
 
 def _plain(index: tirx.PrimExpr, size: tirx.PrimExpr, analyzer: Prover) -> tirx.PrimExpr:
@@ -215,8 +212,7 @@ def with_early_fills(func: tirx.PrimFunc) -> tirx.PrimFunc:
             made += _rotated(stmt, made) if isinstance(stmt, tirx.For) else [stmt]
         return None if len(made) == len(node.seq) else sequence(made)
 
-    body = tirx.stmt_functor.ir_transform(func.body, None, rotated, ["tirx.SeqStmt"])
-    return func if body.same_as(func.body) else func.with_body(body)
+    return rewritten(func, rotated, tirx.SeqStmt)
 
 
 def _with_fills_before_loops(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -235,8 +231,7 @@ def _with_fills_before_loops(func: tirx.PrimFunc) -> tirx.PrimFunc:
         body = sequence(rest or [tirx.Evaluate(0)])
         return sequence([*(stmt.then_case for stmt in first), loop_like(loop, loop.extent, body, start=loop.min)])
 
-    body = tirx.stmt_functor.ir_transform(func.body, None, hoisted, ["tirx.For"])
-    return func if body.same_as(func.body) else func.with_body(body)
+    return rewritten(func, hoisted, tirx.For)
 
 
 def _fills_first(stmt: tirx.Stmt, loop: tirx.For, before: list[tirx.Stmt]) -> bool:

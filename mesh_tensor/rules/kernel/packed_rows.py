@@ -15,6 +15,7 @@ from tvm import tirx
 from mesh_tensor.tir.linear import linear_form, loop_ranges, vars_of
 from mesh_tensor.tir.nodes import DIVISIONS, loads, nodes
 from mesh_tensor.tir.prover import Prover
+from mesh_tensor.tir.rewrite import rewritten
 from mesh_tensor.tir.tile_ops import Copy
 
 from .bounded_indices import deciding, only_writes
@@ -158,8 +159,7 @@ def row_by_row(func: tirx.PrimFunc, whole: Sequence[Dim]) -> tirx.PrimFunc | Non
                 made[statement.node] = _by_elements(statement)
     if not made:
         return None
-    body = tirx.stmt_functor.ir_transform(func.body, None, made.get, ["tirx.Evaluate"])
-    return func.with_body(body)
+    return rewritten(func, made.get, tirx.Evaluate)
 
 
 def _by_elements(copy: Statement) -> tirx.Stmt:

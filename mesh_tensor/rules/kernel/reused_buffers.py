@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tvm import tirx
 
 from mesh_tensor.tir.nodes import nodes
-from mesh_tensor.tir.rewrite import block_like, buffer_like, exchange_buffers, replace_block
+from mesh_tensor.tir.rewrite import buffer_like, exchange_buffers
 from mesh_tensor.tir.views import left_views
 
 from .coordinates import Coordinates
@@ -48,8 +48,7 @@ def with_own_buffers(kernel: Kernel, coordinates: Coordinates) -> tirx.PrimFunc 
 
     body = tirx.stmt_functor.ir_transform(kernel.root.body, exchange, None, _LEAVES)
     buffers = dict.fromkeys([*kernel.root.alloc_buffers, *(into for own in found.values() for into in own.values())])
-    block = block_like(kernel.root, body, list(buffers))
-    return kernel.func.with_body(replace_block(kernel.func.body, block, {}))
+    return kernel.with_body(body, list(buffers))
 
 
 def _own_buffers(kernel: Kernel, coordinates: Coordinates, buffer: tirx.Buffer) -> dict[tirx.Stmt, tirx.Buffer]:

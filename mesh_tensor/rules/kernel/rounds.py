@@ -19,7 +19,7 @@ from tvm import ir, tirx
 from mesh_tensor.tir.effects import leaves_kernel, leaves_loop
 from mesh_tensor.tir.loops import is_backward
 from mesh_tensor.tir.nodes import int_or, nodes, used
-from mesh_tensor.tir.rewrite import block_like, buffer_like, exchange_buffers, guarded, replace_block, sequence
+from mesh_tensor.tir.rewrite import buffer_like, exchange_buffers, guarded, sequence
 from mesh_tensor.tir.tile_calls import parse_tile_op
 from mesh_tensor.tir.tile_ops import Fill, Gemm, Reduce
 from mesh_tensor.tir.user_reports import prints
@@ -55,9 +55,7 @@ def in_rounds(kernel: Kernel) -> tirx.PrimFunc | None:
             at = {stmt.loop_var: tirx.IntImm(stmt.loop_var.dtype, value)}
             body = exchange_buffers(tirx.stmt_functor.substitute(sequence(rounds[stmt]), at), into)
             made += body_statements(copied(body))
-    body = hinted_like(kernel.root.body, sequence(made))
-    block = block_like(kernel.root, body, allocated)
-    return with_own_variables(kernel.func.with_body(replace_block(kernel.func.body, block, {})))
+    return with_own_variables(kernel.with_body(hinted_like(kernel.root.body, sequence(made)), allocated))
 
 
 def _round(loop: tirx.For) -> list[tirx.Stmt]:

@@ -13,7 +13,7 @@ from mesh_tensor.tir.rewrite import number
 from mesh_tensor.tir.tile_ops import Fill, Reduce
 
 from .iterations import Iteration
-from .statements import Statement
+from .statements import Statement, same_indices
 from .states import ScaledSum
 
 _POWERS = ("tirx.exp", "tirx.exp2")
@@ -53,7 +53,7 @@ def _added(iteration: Iteration, part: ScaledSum) -> Statement | None:
         return None
     loads = [side for side in (last.node.value.a, last.node.value.b) if isinstance(side, tirx.BufferLoad)]
     found = [load for load in loads if not load.buffer.same_as(part.held.buffer)]
-    if len(found) != 1 or not _same_place(found[0], last.node):
+    if len(found) != 1 or not same_indices(found[0], last.node):
         return None
     makers = [s for s in iteration.body[: iteration.body.index(last)] if s.writes(found[0].buffer)]
     return makers[-1] if makers else None
@@ -93,7 +93,7 @@ def _is_power(statement: Statement, largest: tirx.Buffer, dim: int) -> bool:
         return False
     kept = [index for d, index in enumerate(node.indices) if d != dim]
     same = len(kept) == len(pair[1].indices) and all(map(same_expression, kept, pair[1].indices))
-    return same and _same_place(pair[0], node)
+    return same and same_indices(pair[0], node)
 
 
 def _difference(expr: tirx.PrimExpr) -> tuple[tirx.BufferLoad, tirx.BufferLoad] | None:
@@ -115,7 +115,3 @@ def _scaled(expr: tirx.PrimExpr) -> tuple[tirx.PrimExpr, float]:
             if by is not None:
                 return side, float(by)
     return expr, 1.0
-
-
-def _same_place(load: tirx.BufferLoad, store: tirx.BufferStore) -> bool:
-    return len(load.indices) == len(store.indices) and all(map(same_expression, load.indices, store.indices))

@@ -163,9 +163,13 @@ class _Parts:
         return tuple(maxima.values()), tuple(sums), tuple(logs), tuple(plain)
 
     def _is_unbounded(self, live_range: LiveRange) -> bool:
+        numbers = self._starts(live_range)
+        return not numbers or any(n is None or math.isinf(n) for n in numbers)
+
+    def _starts(self, live_range: LiveRange) -> list[float | None]:
+        """The numbers that the loop begins with; None for what is none."""
         starts = [s for s, _ in live_range.writes if self.iteration.loop.var not in s.vars]
-        numbers = [number(s.values[0]) if s.values and s.op is None else None for s in starts]
-        return not starts or any(n is None or math.isinf(n) for n in numbers)
+        return [number(s.values[0]) if s.values and s.op is None else None for s in starts]
 
     def _stand_in(self, live_range: LiveRange) -> Statement | None:
         """What ends an iteration with a number in place of a maximum that is the lowest value, elsewhere leaves it."""
@@ -190,9 +194,8 @@ class _Parts:
         atom = None if value is None else value.atom
         if atom is None or atom.key[0] not in ("block", "max") or not is_in_place(atom, live_range):
             return False
-        starts = [s for s, _ in live_range.writes if self.iteration.loop.var not in s.vars]
-        lowest = [number(s.values[0]) if s.values and s.op is None else None for s in starts]
-        return all(key[0] in ("block", "fixed") for key in atom.keys) and bool(starts) and set(lowest) == {-math.inf}
+        is_of_block = all(key[0] in ("block", "fixed") for key in atom.keys)
+        return is_of_block and set(self._starts(live_range)) == {-math.inf}
 
     def _sum(
         self, live_range: LiveRange, value: StateValue, maxima: Mapping[LiveRange, RunningMax]

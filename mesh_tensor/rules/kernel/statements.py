@@ -22,7 +22,7 @@ from mesh_tensor.tir.linear import Linear, vars_of
 from mesh_tensor.tir.nodes import is_const, loads, same_expression
 from mesh_tensor.tir.prover import Prover
 from mesh_tensor.tir.regions import Region
-from mesh_tensor.tir.rewrite import number
+from mesh_tensor.tir.rewrite import block_like, number, replace_block
 from mesh_tensor.tir.tile_ops import TileOp
 
 
@@ -175,6 +175,11 @@ class Kernel:
     @cached_property
     def _placing(self) -> set[tirx.Var]:
         return vars_of([index for s in self.statements for a in s.accesses for index in a.indices], self.binds)
+
+    def with_body(self, body: tirx.Stmt, on_chip: Sequence[tirx.Buffer] | None = None) -> tirx.PrimFunc:
+        """The function with another body in its block, and these buffers on chip, if they are others."""
+        block = block_like(self.root, body, self.root.alloc_buffers if on_chip is None else on_chip)
+        return self.func.with_body(replace_block(self.func.body, block, {}))
 
     def is_param(self, buffer: tirx.Buffer) -> bool:
         return any(buffer.same_as(param) for param in self.params.values())

@@ -84,9 +84,7 @@ def _one_tile(program: Program, written: KernelStep, kernel: KernelStep, value: 
     collective = users[1].starts if users[0] is written and len(users) > 1 else None
     if collective is None or collective.src != value.name or not collective.wait:
         return None
-    whole, target = layout, program.values[collective.dst]
-    for axis in axes:
-        whole = whole.with_replicate(axis)
+    whole, target = layout.with_replicate(*axes), program.values[collective.dst]
     if not _is_all(program, value, target, whole, users) or program.last_writes[target.storage] is not collective:
         return None
     func = _kernel(program, kernel, value, axes)

@@ -30,7 +30,6 @@ from mesh_tensor.base.errors import refuse
 from .blas import blas_wanted, give_blas
 from .cache import add_library, build_once, find_library
 from .dtypes import compute_dtype, storage_dtype
-from .in_place import gemms_in_place
 from .legalize import CKernel, legalize_for_c
 from .reduce import LANES
 from .retarget import retarget_for_cpu
@@ -47,9 +46,7 @@ _C_TYPES = {"float32": "float", "float64": "double", "bool": "uint8_t"}
 def c_source(func: tirx.PrimFunc) -> str:
     """The C++ source of `func` for a CPU: `int mesh_tensor_kernel(pointers and scalars...)`, 0 if it ran, 1 if there
     was no memory for its blocks."""
-    # BLAS wants its blocks where the kernel has put them: what it computes may depend on how they are aligned.
-    placed = func if blas_wanted() else gemms_in_place(func)
-    kernel = legalize_for_c(retarget_for_cpu(placed), _BODY)
+    kernel = legalize_for_c(retarget_for_cpu(func), _BODY)
     generate = tvm_ffi.get_global_func("target.build.tilelang_c")
     try:
         text = generate(ir.IRModule({_BODY: kernel.func}), Target("c")).inspect_source()

@@ -82,7 +82,7 @@ def contiguous(indices: tuple[tirx.PrimExpr, ...], var: tirx.Var) -> bool:
     if not indices:
         return False
     *outer, last = indices
-    return _offset(last, var, {var}) is not None and not any(uses(index, var) for index in outer)
+    return offset(last, var, {var}) is not None and not any(uses(index, var) for index in outer)
 
 
 def uses(expr: tirx.PrimExpr, var: tirx.Var) -> bool:
@@ -102,7 +102,7 @@ def _loads(expr: tirx.PrimExpr) -> list[MemoryAccess]:
     return [MemoryAccess(load.buffer, tuple(load.indices), False) for load in loads(expr)]
 
 
-def _offset(index: tirx.PrimExpr, var: tirx.Var, bound: set[tirx.Var]) -> tirx.PrimExpr | None:
+def offset(index: tirx.PrimExpr, var: tirx.Var, bound: set[tirx.Var]) -> tirx.PrimExpr | None:
     """`index - var`, if that is the same whatever the variables in `bound` are."""
     if not is_pure_index(index) or index.dtype != var.dtype:
         return None
@@ -172,7 +172,7 @@ def in_step(a: MemoryAccess, a_var: tirx.Var, b: MemoryAccess, b_var: tirx.Var, 
     if not x.same_as(y) and not (same_form and not x.data.same_as(y.data) and all(_equal(*pair) for pair in pairs)):
         return False
     for i, j in zip(a.indices, b.indices, strict=True):
-        left, right = _offset(i, a_var, bound), _offset(j, b_var, bound)
+        left, right = offset(i, a_var, bound), offset(j, b_var, bound)
         if left is not None and right is not None and _equal(left, right):
             return True
     return False

@@ -1,33 +1,46 @@
 """Products without loops beside them: a block that is set to 0 for a product is cleared by it, and one that is but a
-copy of another, for products that follow, isn't made.
+copy of another, or of a part of a parameter, for products that follow, isn't made.
 
-Only blocks of the kernel's own count: parameters may be the same memory.
+On a GPU a block of a parameter goes to shared memory before `T.gemm` takes it. A CPU has caches for that, and its
+micro-kernel packs what it reads anyway.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tvm import tirx
-from tvm.tirx.stmt_functor import ir_transform
+from tvm.tirx.stmt_functor import substitute
 
+from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.tir.effects import op_name
+from mesh_tensor.tir.memory import strides_of
 from mesh_tensor.tir.nodes import expressions, int_or, is_const, nodes
-from mesh_tensor.tir.rewrite import sequence, statements, with_inner
+from mesh_tensor.tir.rewrite import cast, sequence, statements, with_inner
 
-from .exprs import GEMM, const, same
-from .fuse import uses_in, walk
+from .blas import blas_wanted
+from .exprs import GEMM, const, is_pure_index, same
+from .fuse import offset, uses, uses_in, walk
 
 #: Where the arguments of a product's call are.
 FACTORS, RESULT = (1, 2), 3
-_M, _N, _C_ROW, _C_COLUMN, _CLEAR = 4, 5, 11, 12, 13
+_M, _N, _STRIDES, _C_ROW, _C_COLUMN, _CLEAR = 4, 5, ((7, 8), (9, 10)), 11, 12, 13
 _LEAVES_LOOP = ("tirx.break_loop", "tirx.continue_loop")
+_PAGE = 4096  # bytes that a way of the nearest cache has, on x86 and most others
 
 
-def lean_products(body: tirx.Stmt) -> tirx.Stmt:
-    """`body`, a re-targeted kernel, without loops that only prepare a block for a product."""
-    return _Lean(body).run() if any(is_product(stmt) for stmt in nodes(body, tirx.Evaluate)) else body
+def lean_products(body: tirx.Stmt, params: frozenset[tirx.Var]) -> tirx.Stmt:
+    """`body`, a re-targeted kernel, without loops that only prepare a block for a product; `params` are the data of the
+    kernel's parameters, which may be the same memory.
+
+    A copy of a parameter stays where the block may reach past the end (a copy fills that with 0), where anything else
+    reads the block, and where a product's first factor is it transposed, or rows that want the same places of a cache:
+    that one isn't packed. BLAS wants its blocks where the kernel has put them: what it computes may depend on how they
+    are aligned."""
+    if not any(is_product(stmt) for stmt in nodes(body, tirx.Evaluate)):
+        return body
+    return _Lean(body, frozenset() if blas_wanted() else params).run()
 
 
 def map_sequences(stmt: tirx.Stmt, change: Callable[[list[tirx.Stmt]], list[tirx.Stmt]]) -> tirx.Stmt:
@@ -59,9 +72,15 @@ def walks_all(loops: Sequence[tirx.For], indices: Sequence[tirx.PrimExpr], shape
     return not left
 
 
+def source_of(load: tirx.BufferLoad, store: tirx.BufferStore) -> tirx.BufferLoad:
+    """The element of which a store, at indices that are variables or numbers, made this element of its buffer."""
+    at = {var: index for var, index in zip(store.indices, load.indices, strict=True) if isinstance(var, tirx.Var)}
+    return tirx.BufferLoad(store.value.buffer, [substitute(index, at) for index in store.value.indices])
+
+
 class _Lean:
-    def __init__(self, body: tirx.Stmt) -> None:
-        self._body = body
+    def __init__(self, body: tirx.Stmt, params: frozenset[tirx.Var]) -> None:
+        self._body, self._params = body, params
         self._own = own_blocks(body)
         self._gone: list[tirx.Var] = []
 
@@ -96,17 +115,34 @@ class _Lean:
     def _without_copy(self, copy: tirx.Stmt, after: Sequence[tirx.Stmt]) -> list[tirx.Stmt] | None:
         """The statements `after` the copy of a block with products that read the block itself, if they can."""
         store = whole_store(copy, self._own)
-        if store is None or not _is_copy(store, self._own):
+        if store is None or not self._is_copy(store):
             return None
         block, source = store.buffer.data, store.value.buffer
         users = [place for place, stmt in enumerate(after) if uses_of(block, stmt)]
         products = [_factors(after[place], block) for place in users]
         if not users or 0 in products or uses_of(block, self._body) != 1 + sum(products):
             return None
-        if any(_changes(stmt, source.data) for stmt in after[: users[-1] + 1]):
+        is_param = source.data in self._params
+        memory = self._params if is_param else frozenset([source.data])
+        if any(_changes(stmt, memory) for stmt in after[: users[-1] + 1]):
+            return None
+        if is_param and any(_packs_better(after[place], block, source) for place in users):
             return None
         self._gone.append(block)
-        return [_reading(stmt, block, source) if uses_of(block, stmt) else stmt for stmt in after]
+        return [_reading(stmt, store) if uses_of(block, stmt) else stmt for stmt in after]
+
+    def _is_copy(self, store: tirx.BufferStore) -> bool:
+        """It stores the same element of another block of the same form, or of a part of a parameter."""
+        value, buffer = store.value, store.buffer
+        if not isinstance(value, tirx.BufferLoad) or value.buffer.dtype != buffer.dtype:
+            return False
+        source = value.buffer
+        if source.data in self._params:
+            return _is_part(store)
+        if source.data.same_as(buffer.data) or not source.same_as(self._own.get(source.data)) or source.strides:
+            return False
+        same_form = [int(s) for s in source.shape] == [int(s) for s in buffer.shape]
+        return same_form and all(map(same, value.indices, store.indices))
 
 
 def is_product(stmt: tirx.Stmt) -> bool:
@@ -133,16 +169,26 @@ def _is_zero(value: tirx.PrimExpr) -> bool:
     return is_const(value, 0)
 
 
-def _is_copy(store: tirx.BufferStore, own: dict[tirx.Var, tirx.Buffer]) -> bool:
-    """It stores the same element of another block of the same form."""
-    value, buffer = store.value, store.buffer
-    if not isinstance(value, tirx.BufferLoad) or value.buffer.data.same_as(buffer.data):
+def _is_part(store: tirx.BufferStore) -> bool:
+    """Whether the block has what lies at the same places of a parameter's last two dims, with contiguous rows."""
+    variables, indices = list(store.indices), list(store.value.indices)
+    if len(variables) != 2 or len(indices) < 2 or not all(isinstance(var, tirx.Var) for var in variables):
         return False
-    source = value.buffer
-    if not source.same_as(own.get(source.data)) or source.strides or source.dtype != buffer.dtype:
+    if is_const(store.buffer.shape[-1], 1) or not is_const(strides_of(store.value.buffer)[-1], 1):
         return False
-    same_form = [int(s) for s in source.shape] == [int(s) for s in buffer.shape]
-    return same_form and all(map(same, value.indices, store.indices))
+    if any(not is_pure_index(index) or any(uses(index, var) for var in variables) for index in indices[:-2]):
+        return False
+    places = zip(indices[-2:], variables, strict=True)
+    return all(offset(index, var, set(variables)) is not None for index, var in places)
+
+
+def _packs_better(product: tirx.Stmt, block: tirx.Var, source: tirx.Buffer) -> bool:
+    """Whether a product's first factor, which it doesn't pack, is better read of the block: where that is transposed,
+    or rows of the source that follow each other want the same places of a cache."""
+    args = product.value.args
+    row = int_or(strides_of(source)[-2], None)
+    far = row is not None and row * itemsize(source.dtype) % _PAGE == 0
+    return _points_to(args[FACTORS[0]], {block}) and (far or not is_const(args[_STRIDES[0][1]], 1))
 
 
 def _cleared(after: Sequence[tirx.Stmt], buffer: tirx.Buffer) -> list[tirx.Stmt] | None:
@@ -186,7 +232,7 @@ def _clearing(stmt: tirx.Stmt, when: tirx.PrimExpr, buffer: tirx.Buffer) -> tirx
     if not is_product(stmt) or uses_of(buffer.data, stmt) != 1:
         return None
     args = list(stmt.value.args)
-    if any(_points_to(args[place], buffer.data) for place in FACTORS):
+    if any(_points_to(args[place], {buffer.data}) for place in FACTORS):
         return None
     dst = args[RESULT].args[0]
     sizes = [int_or(args[place], -1) for place in (_M, _N, _C_ROW, _C_COLUMN)]
@@ -206,28 +252,31 @@ def _factors(stmt: tirx.Stmt, block: tirx.Var) -> int:
     return factors if uses_of(block, stmt) == factors else 0
 
 
-def _changes(stmt: tirx.Stmt, block: tirx.Var) -> bool:
-    """Whether a statement may write a block: anything but a plain load or a factor of a product may."""
-    return any(_changes_itself(part, block) for part in walk(stmt))
+def _changes(stmt: tirx.Stmt, memory: Collection[tirx.Var]) -> bool:
+    """Whether a statement may write memory: anything but a plain load or a factor of a product may."""
+    return any(_changes_itself(part, memory) for part in walk(stmt))
 
 
-def _changes_itself(part: tirx.Stmt, block: tirx.Var) -> bool:
-    if isinstance(part, tirx.BufferStore) and part.buffer.data.same_as(block):
+def _changes_itself(part: tirx.Stmt, memory: Collection[tirx.Var]) -> bool:
+    if isinstance(part, tirx.BufferStore) and part.buffer.data in memory:
         return True
     if is_product(part):
-        return bool(_points_to(part.value.args[RESULT], block))
+        return _points_to(part.value.args[RESULT], memory)
     found = [node for expr in expressions(part) for node in nodes(expr, tirx.Call, tirx.Var)]
-    return any(node.same_as(block) if isinstance(node, tirx.Var) else _points_to(node, block) for node in found)
+    return any(node in memory if isinstance(node, tirx.Var) else _points_to(node, memory) for node in found)
 
 
-def _points_to(call: tirx.Call, block: tirx.Var) -> bool:
-    return op_name(call) == "tirx.address_of" and bool(call.args[0].buffer.data.same_as(block))
+def _points_to(call: tirx.Call, memory: Collection[tirx.Var]) -> bool:
+    return op_name(call) == "tirx.address_of" and call.args[0].buffer.data in memory
 
 
-def _reading(stmt: tirx.Stmt, block: tirx.Var, source: tirx.Buffer) -> tirx.Stmt:
-    """The statement with `source`'s elements for those of the block."""
-
-    def read(load: tirx.PrimExpr) -> tirx.PrimExpr | None:
-        return tirx.BufferLoad(source, load.indices) if load.buffer.data.same_as(block) else None
-
-    return ir_transform(stmt, None, read, ["tirx.BufferLoad"])
+def _reading(product: tirx.Evaluate, store: tirx.BufferStore) -> tirx.Stmt:
+    """The product with what a block was stored from in place of the block."""
+    call, row = product.value, cast(strides_of(store.value.buffer)[-2], "int64")
+    args = list(call.args)
+    for factor, strides in zip(FACTORS, _STRIDES, strict=True):
+        if _points_to(args[factor], {store.buffer.data}):
+            args[factor] = tirx.address_of(source_of(args[factor].args[0], store))
+            for stride in strides:
+                args[stride] = args[stride] if is_const(args[stride], 1) else row
+    return tirx.Evaluate(tirx.Call(call.dtype, call.op, args))

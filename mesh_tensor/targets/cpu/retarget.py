@@ -80,7 +80,7 @@ class _Retarget:
                     self._bounds.not_negative(size)
         body = self._stmt(func.body) or tirx.Evaluate(const(0, "int32"))
         params = self._params
-        body = group_rows(lean_products(body), params)
+        body = group_rows(lean_products(body, params), params)
         body = without_copies(contract_blocks(fuse_loops(body, params), params), params)
         body = step_by_lanes(rows_outermost(body, params), params)
         attrs = {"global_symbol": self._kernel}

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 from tvm import tirx
-from tvm.tirx.stmt_functor import ir_transform, substitute
+from tvm.tirx.stmt_functor import ir_transform
 
 from mesh_tensor.base.dtypes import itemsize
 from mesh_tensor.tir.memory import strides_of
@@ -26,7 +26,7 @@ from mesh_tensor.tir.rewrite import inner
 from .contract import block_uses, private_blocks, without_block
 from .exprs import is_pure_index
 from .fuse import MemoryAccess, accesses, bytes_of_step, in_step, same_memory, walk
-from .products import walks_all
+from .products import source_of, walks_all
 
 _LARGE = 1 << 14  # bytes of a block from which its copy costs more than another look at the parameter
 
@@ -142,7 +142,7 @@ class _Copy:
         if not isinstance(stmt, tirx.For):
             return False
         bound = {part.loop_var for part in walk(stmt) if isinstance(part, tirx.For)}
-        reads = [_source_of(load, self._store) for load in loads]
+        reads = [source_of(load, self._store) for load in loads]
         here = [MemoryAccess(read.buffer, tuple(read.indices), False) for read in reads]
         apart = all(in_step(r, stmt.loop_var, w, stmt.loop_var, bound) for r in here for w in writes)
         return apart and self._reads_first(stmt.body)
@@ -158,14 +158,8 @@ def _path(body: tirx.Stmt, store: tirx.BufferStore) -> list[tirx.Stmt]:
     return []
 
 
-def _source_of(load: tirx.BufferLoad, store: tirx.BufferStore) -> tirx.BufferLoad:
-    """The element of the parameter that was stored as this element of the block."""
-    at = {var: index for var, index in zip(store.indices, load.indices, strict=True) if isinstance(var, tirx.Var)}
-    return tirx.BufferLoad(store.value.buffer, [substitute(index, at) for index in store.value.indices])
-
-
 def _reading_source(body: tirx.Stmt, store: tirx.BufferStore) -> tirx.Stmt:
     def read(load: tirx.BufferLoad) -> tirx.BufferLoad | None:
-        return _source_of(load, store) if load.buffer.same_as(store.buffer) else None
+        return source_of(load, store) if load.buffer.same_as(store.buffer) else None
 
     return ir_transform(body, None, read, ["tirx.BufferLoad"])

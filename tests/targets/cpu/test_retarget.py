@@ -4,8 +4,15 @@ import pytest
 import tilelang.language as T
 from tvm import tirx
 
+from mesh_tensor.targets.cpu import products
 from mesh_tensor.targets.cpu.legalize import legalize_for_c
 from mesh_tensor.targets.cpu.retarget import retarget_for_cpu
+
+
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch):
+    """Products read blocks, as BLAS has them: what is looked at here is how these are copied."""
+    monkeypatch.setattr(products, "blas_wanted", lambda: True)
 
 
 def matmul(M, N, K, dtype="float32", block=(32, 32, 16)):

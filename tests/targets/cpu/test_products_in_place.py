@@ -7,16 +7,16 @@ from tvm import tirx
 
 from kernels.matmul import batched_matmul, matmul
 from mesh_tensor.targets.cpu import build as cpu_build
-from mesh_tensor.targets.cpu.in_place import gemms_in_place
+from mesh_tensor.targets.cpu import products, retarget
 from mesh_tensor.targets.cpu.kernel import compile_for_cpu
 
 M, N, K, BLOCK = 48, 64, 96, 16
 BLOCKS = {"block_M": BLOCK, "block_N": BLOCK, "block_K": BLOCK}
 
 
-def of(statement, *, once=False, wide="float32"):
+def of(statement, *, once=False, wide="float32", own=False):
     """A matmul whose loop over k does `statement` after the copies; A's block has the dtype `wide`. With `once`, there
-    is one step, and its copies come before the loop."""
+    is one step, and its copies come before the loop; with `own`, the statement fills A's block itself."""
 
     @T.prim_func
     def of_kernel(A: T.Tensor((M, K)), B: T.Tensor((K, N)), C: T.Tensor((M, N))):
@@ -32,7 +32,8 @@ def of(statement, *, once=False, wide="float32"):
                     T.gemm(a[0:BLOCK, ko * 48 : ko * 48 + 48], b[ko * 48 : ko * 48 + 48, 0:BLOCK], c)
             else:
                 for ko in T.serial(K // BLOCK):
-                    T.copy(A[by * BLOCK, ko * BLOCK], a)
+                    if not own:
+                        T.copy(A[by * BLOCK, ko * BLOCK], a)
                     T.copy(B[ko * BLOCK, bx * BLOCK], b)
                     statement(A, a, b, c, by, ko)
             T.copy(c, C[by * BLOCK, bx * BLOCK])
@@ -71,11 +72,44 @@ def both_factors(A, a, b, c, by, ko):
     T.gemm(a, a, c, transpose_A=True)
 
 
+@T.macro
+def copied_by_loops(A, a, b, c, by, ko):
+    for i, j in T.Parallel(BLOCK, BLOCK):
+        a[i, j] = A[by * BLOCK + i, ko * BLOCK + j]
+    T.gemm(a, b, c)
+
+
+@T.macro
+def rows_reversed(A, a, b, c, by, ko):
+    for i, j in T.Parallel(BLOCK, BLOCK):
+        a[i, j] = A[by * BLOCK + BLOCK - 1 - i, ko * BLOCK + j]
+    T.gemm(a, b, c)
+
+
+@T.macro
+def block_transposed(A, a, b, c, by, ko):
+    for i, j in T.Parallel(BLOCK, BLOCK):
+        a[i, j] = A[by * BLOCK + j, ko * BLOCK + i]
+    T.gemm(a, b, c)
+
+
+@T.macro
+def one_row_for_all(A, a, b, c, by, ko):
+    for i, j in T.Parallel(BLOCK, BLOCK):
+        a[i, j] = A[by * BLOCK, ko * BLOCK + j]
+    T.gemm(a, b, c)
+
+
+def in_blocks(x):
+    """As (row of blocks, row, column of blocks, column)."""
+    return x.reshape(M // BLOCK, BLOCK, K // BLOCK, BLOCK)
+
+
 def blocks(func):
-    """The names of the buffers that a kernel has left."""
+    """The names of the buffers that a kernel has left on a CPU."""
     found = []
-    tirx.stmt_functor.post_order_visit(func.body, lambda n: found.append(n) if isinstance(n, tirx.SBlock) else None)
-    return {buffer.name for block in found for buffer in block.alloc_buffers}
+    tirx.stmt_functor.post_order_visit(retarget.retarget_for_cpu(func).body, found.append)
+    return {node.buffer.name for node in found if isinstance(node, tirx.AllocBuffer)}
 
 
 @pytest.fixture
@@ -86,7 +120,7 @@ def run(monkeypatch):
         out = torch.full([int(size) for size in func.buffer_map[func.params[-1]].shape], torch.nan)
         stamp = cpu_build._build_stamp()
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_build, "gemms_in_place", lambda func: func)
+            patch.setattr(retarget, "lean_products", lambda body, _: products.lean_products(body, frozenset()))
             patch.setattr(cpu_build, "_build_stamp", lambda: f"{stamp} with blocks")
             with_blocks = compile_for_cpu(func)
         results = []
@@ -108,6 +142,18 @@ CASES = {
     "halves of blocks": (of(halves), {"c"}, lambda a, b: a @ b),
     "another dtype": (of(product, wide="float64"), {"a", "c"}, lambda a, b: a @ b),
     "a block that changes": (of(block_changes), {"a", "c"}, lambda a, b: 2 * a @ b),
+    "copied by loops": (of(copied_by_loops, own=True), {"c"}, lambda a, b: a @ b),
+    "rows reversed": (of(rows_reversed, own=True), {"a", "c"}, lambda a, b: in_blocks(a).flip(1).reshape(M, K) @ b),
+    "a block transposed": (
+        of(block_transposed, own=True),
+        {"a", "c"},
+        lambda a, b: in_blocks(a).transpose(1, 3).reshape(M, K) @ b,
+    ),
+    "one row for all": (
+        of(one_row_for_all, own=True),
+        {"a", "c"},
+        lambda a, b: in_blocks(a)[:, :1].expand(-1, BLOCK, -1, -1).reshape(M, K) @ b,
+    ),
     "copies before a loop": (of(product, once=True), {"a", "b", "c"}, lambda a, b: a @ b),
 }
 
@@ -115,7 +161,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_go_where_they_are_only_copies(run, name):
     func, left, reference = CASES[name]
-    assert blocks(gemms_in_place(func)) == left
+    assert blocks(func) == left
     a, b = operands((M, K), (K, N))
     before, placed = run(func, a, b)
     torch.testing.assert_close(placed, reference(a.double(), b.double()).float())
@@ -123,16 +169,16 @@ def test_blocks_go_where_they_are_only_copies(run, name):
 
 
 def test_a_parameter_that_the_kernel_writes_is_copied(run):
-    """Only the first column of programs finds A as it was."""
+    """Only the first column of programs finds A as it was. B may be the same memory."""
     func = of(parameter_changes)
-    assert blocks(gemms_in_place(func)) == {"a", "c"}
+    assert blocks(func) == {"a", "b", "c"}
     a, b = operands((M, K), (K, N))
     _, placed = run(func, a, b)
     torch.testing.assert_close(placed[:, :BLOCK], a @ b[:, :BLOCK])
 
 
 def test_a_block_whose_uses_are_not_all_in_place_stays():
-    assert blocks(gemms_in_place(of(both_factors))) == {"a", "c"}
+    assert blocks(of(both_factors)) == {"a", "c"}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +186,7 @@ def test_a_block_whose_uses_are_not_all_in_place_stays():
 )
 def test_only_what_is_packed_is_read_transposed_where_it_is(run, transposed, left):
     func = matmul(M, N, K, **BLOCKS, **transposed)
-    assert blocks(gemms_in_place(func)) == {*left, "C_local"}
+    assert blocks(func) == {*left, "C_local"}
     a, b = operands((K, M) if left else (M, K), (K, N) if left else (N, K))
     before, placed = run(func, a, b)
     torch.testing.assert_close(placed, a.T @ b if left else a @ b.T)
@@ -151,7 +197,7 @@ def test_only_what_is_packed_is_read_transposed_where_it_is(run, transposed, lef
 def test_rows_that_want_the_same_places_of_a_cache_are_copied(run, depth, left):
     """Of the factor that isn't packed."""
     func = matmul(M, 1024, depth, **BLOCKS)
-    assert blocks(gemms_in_place(func)) == {*left, "C_local"}
+    assert blocks(func) == {*left, "C_local"}
     a, b = (x.mul(4).round() for x in operands((M, depth), (depth, 1024)))  # whole numbers: sums are exact
     before, placed = run(func, a, b)
     assert torch.equal(placed, a @ b)
@@ -166,7 +212,7 @@ def test_rows_that_want_the_same_places_of_a_cache_are_copied(run, depth, left):
 def test_blocks_that_reach_past_the_end_stay(run, sizes, left):
     m, n, k = sizes
     func = matmul(m, n, k, **BLOCKS)
-    assert blocks(gemms_in_place(func)) == {*left, "C_local"}
+    assert blocks(func) == {*left, "C_local"}
     a, b = operands((m, k), (k, n))
     before, placed = run(func, a, b)
     torch.testing.assert_close(placed, a @ b)
@@ -175,7 +221,7 @@ def test_blocks_that_reach_past_the_end_stay(run, sizes, left):
 
 def test_leading_dims_are_left_where_they_are(run):
     func = batched_matmul(3, M, N, K, **BLOCKS)
-    assert blocks(gemms_in_place(func)) == {"C_local"}
+    assert blocks(func) == {"C_local"}
     a, b = operands((3, M, K), (3, K, N))
     before, placed = run(func, a, b)
     torch.testing.assert_close(placed, a @ b)
@@ -185,7 +231,7 @@ def test_leading_dims_are_left_where_they_are(run):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_dtypes_give_the_same_bits(run, dtype):
     func = matmul(M, N, K, **BLOCKS, dtype=dtype, accum_dtype="float32")
-    assert blocks(gemms_in_place(func)) == {"C_local"}
+    assert blocks(func) == {"C_local"}
     before, placed = run(func, *operands((M, K), (K, N), dtype=getattr(torch, dtype)))
     assert torch.equal(before, placed)
 
@@ -193,7 +239,7 @@ def test_narrow_dtypes_give_the_same_bits(run, dtype):
 def test_a_symbolic_number_of_rows():
     """Blocks of rows may reach past the end; those of B don't."""
     func = matmul(T.dynamic("m"), N, K, **BLOCKS)
-    assert blocks(gemms_in_place(func)) == {"A_shared", "C_local"}
+    assert blocks(func) == {"A_shared", "C_local"}
 
 
 def test_compiled_code_has_no_copies_of_blocks():
@@ -203,5 +249,5 @@ def test_compiled_code_has_no_copies_of_blocks():
 
 
 def test_blas_keeps_its_blocks(monkeypatch):
-    monkeypatch.setattr(cpu_build, "blas_wanted", lambda: True)
+    monkeypatch.setattr(products, "blas_wanted", lambda: True)
     assert "A_shared" in cpu_build.c_source(matmul(M, N, K, **BLOCKS))
