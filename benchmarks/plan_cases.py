@@ -22,15 +22,16 @@ from kernels.gemv import gemv, gevm
 from kernels.grouped_gradient import grouped_weight_gradient
 from kernels.grouped_query import grouped_decode, grouped_key_gradient, split_decode
 from kernels.indexer import index_scores
-from kernels.layer_norm import add_layer_norm, layer_norm
+from kernels.layer_norm import add_layer_norm, layer_norm, layer_norm_gradient
 from kernels.linear_attention import linear_attention, query_and_value_gradients, value_gradient
 from kernels.low_rank import low_rank
 from kernels.matmul import batched_matmul, matmul, split_k_matmul
 from kernels.matmul_bias_gelu import matmul_bias_gelu
 from kernels.mlp import mlp_up
-from kernels.neighbourhoods import escape_times, filter_2d, periodic_neighbours, sliding_attention, upsample
+from kernels.neighbourhoods import escape_times, filter_2d, max_pool, periodic_neighbours, sliding_attention, upsample
 from kernels.packed import packed_attention
-from kernels.paged import paged_attention, paged_latent_attention, staged_histogram
+from kernels.padded import block_logsumexp, block_variance, fragment_layer_norm
+from kernels.paged import paged_attention, paged_latent_attention, put_and_attend, staged_histogram
 from kernels.quantized import block_scaled_matmul, dequantize, packed_matmul, promoted_matmul
 from kernels.recurrences import advantages, delta_states, recurrent_network
 from kernels.reduce import reduce_columns, reduce_rows
@@ -177,8 +178,14 @@ def _of_the_catalogue() -> Iterator[PlanCase]:
         "plain", softmax, norm, rows="X0 Y0", columns=("X1 Y1", "maxima and sums of the rows are reduced", 2 * 4096)
     )
     yield _case("plain", layer_norm, norm, rows="X0 Y0", columns=("X1 weight0 bias0 Y1", statistics, 2 * 4096))
+    uneven = {"M": 4096, "N": 4000}
+    columns = ("X1 weight0 bias0 Y1", f"{statistics}; all have what is in the padding", 2 * 4096)
+    yield _case("plain", fragment_layer_norm, uneven, rows="X0 Y0", columns=columns)
     columns = ("X1 R1 weight0 bias0 Y1 S1", statistics, 2 * 4096)
     yield _case("plain", add_layer_norm, norm, rows="X0 R0 Y0 S0", columns=columns)
+    columns = ("dY1 X1 weight0 dX1 dweight0 dbias0", "two sums of every row, before its gradient", 2 * 4096)
+    gradient = {"rows": ("dY0 X0 mean0 rstd0 dX0", _PARTIAL, 2 * 4096), "columns": columns}
+    yield _case("plain", layer_norm_gradient, {**norm, "rows": 32}, **gradient)
     yield _case("plain", rms_norm, norm, rows="X0 Y0", columns=("X1 weight0 Y1", statistics, 4096))
     yield _case("plain", two_pass_rms_norm, norm, rows="X0 Y0", columns=("X1 weight0 Y1", statistics, 4096))
     conv = {"N": 16, "H": 32, "W": 32, "C": 64, "F": 128, "dtype": "float32"}
@@ -401,6 +408,10 @@ def _combined() -> Iterator[PlanCase]:
     yield _case(
         "carried", delta_rule, delta, heads="Q1 K1 V1 B1 Y1", sequence=("Q0 K0 V0 B0 Y0", _HANDED_ON, 0, 0, state)
     )
+    long_rows = {"M": 1024, "N": 32000, "block_N": 4096}
+    yield _case("carried", block_logsumexp, long_rows, rows="X0 Y0", columns=("X1", _STATES, 2 * 1024))
+    said = "the sums of rows, and of their squares"
+    yield _case("carried", block_variance, long_rows, rows="X0 Var0 Mean0", columns=("X1", said, 2 * 1024))
     yield _case("carried", online_softmax, {"M": 4096, "N": 4096}, rows="X0 Y0", columns=("X1 Y1", _STATES, 2 * 4096))
 
 
@@ -434,6 +445,9 @@ def _neighbourhoods() -> Iterator[PlanCase]:
         columns=("A1 out1", around, 0, 2 * _BIG * 4),
     )
     yield _case("neighbours", upsample, plane, rows="A0 out0", columns="A1 out1")
+    pool = {"batch": 32, "channels": 64, "height": 56, "width": 56, "block": 256}
+    rows = ("data2 out2", around, 0, 32 * 64 * 56 * 4)
+    yield _case("neighbours", max_pool, pool, batch="data0 out0", channels="data1 out1", rows=rows)
     yield _case("neighbours", escape_times, plane, rows="C0 out0", columns="C1 out1")
     numbers = "of every row a maximum, a sum and the label's score are reduced"
     classes = ("logits1 d_logits1", numbers, 3 * 4096)
@@ -460,6 +474,9 @@ def _neighbourhoods() -> Iterator[PlanCase]:
         batch="Q0 pages_of0 lengths0 Out0",
         pages=("KV0", _STATES, 8 * 32 * (64 + 2)),
     )
+    cache = {"batch": 16, "heads": 32, "groups": 8, "seq": 1024, "dim": 128}
+    heads = "Q1 K1 V1 K_cache2 V_cache2 Out1"
+    yield _case("neighbours", put_and_attend, cache, batch="Q0 K0 V0 K_cache0 V_cache0 lengths0 Out0", heads=heads)
     packed = {"tokens": 8192, "sequences": 16, "longest": 1024, "heads": 16, "dim": 64}
     yield _case("neighbours", packed_rope, packed, rows="x0 out0", heads="x1 out1")
     rows = {"rows": 8192, "sequences": 16, "longest": 1024, "dim": 64}

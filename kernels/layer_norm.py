@@ -245,3 +245,62 @@ def group_norm(N, C, S, groups, eps=1e-5, dtype="float32", accum_dtype="float32"
 def group_norm_reference(x, weight, bias, groups, eps=1e-5):
     """GroupNorm of images whose pixels are the last dim."""
     return F.group_norm(x.double(), groups, weight.double(), bias.double(), eps).to(x.dtype)
+
+
+def layer_norm_gradient(M, N, rows=4, dtype="float32"):
+    """`dX`, `dweight` and `dbias` of `Y = (X - mean) * rstd * weight + bias`; a program has some rows, one after the
+    other, and adds what it has of `dweight` and `dbias` to those of all."""
+
+    @T.prim_func
+    def layer_norm_gradient_kernel(
+        dY: T.Tensor((M, N), dtype),
+        X: T.Tensor((M, N), dtype),
+        weight: T.Tensor((N,), dtype),
+        mean: T.Tensor((M,), "float32"),
+        rstd: T.Tensor((M,), "float32"),
+        dX: T.Tensor((M, N), dtype),
+        dweight: T.Tensor((N,), "float32"),
+        dbias: T.Tensor((N,), "float32"),
+    ):
+        with T.Kernel(T.ceildiv(M, rows), threads=128) as bx:
+            dy = T.alloc_shared((1, N), dtype)
+            x = T.alloc_shared((1, N), dtype)
+            dx = T.alloc_shared((1, N), dtype)
+            w = T.alloc_shared((N,), dtype)
+            normed = T.alloc_fragment((1, N), "float32")
+            scaled = T.alloc_fragment((1, N), "float32")
+            product = T.alloc_fragment((1, N), "float32")
+            total = T.alloc_fragment((1,), "float32")
+            along = T.alloc_fragment((1,), "float32")
+            of_weight = T.alloc_fragment((N,), "float32")
+            of_bias = T.alloc_fragment((N,), "float32")
+            T.copy(weight, w)
+            T.clear(of_weight)
+            T.clear(of_bias)
+            for r in T.serial(rows):
+                T.copy(dY[bx * rows + r, 0], dy)
+                T.copy(X[bx * rows + r, 0], x)
+                for i, j in T.Parallel(1, N):
+                    normed[i, j] = (x[i, j] - mean[bx * rows + r]) * rstd[bx * rows + r]
+                    scaled[i, j] = dy[i, j] * w[j]
+                    product[i, j] = scaled[i, j] * normed[i, j]
+                T.reduce_sum(scaled, total, dim=1)
+                T.reduce_sum(product, along, dim=1)
+                for i, j in T.Parallel(1, N):
+                    dx[i, j] = rstd[bx * rows + r] * (scaled[i, j] - total[0] / N - normed[i, j] * (along[0] / N))
+                    of_weight[j] += dy[i, j] * normed[i, j]
+                    of_bias[j] += dy[i, j]
+                T.copy(dx, dX[bx * rows + r, 0])
+            for j in T.Parallel(N):
+                T.atomic_add(dweight[j], of_weight[j])
+                T.atomic_add(dbias[j], of_bias[j])
+
+    return layer_norm_gradient_kernel
+
+
+def layer_norm_gradient_reference(dy, x, weight, mean, rstd, dweight, dbias):
+    """What is in `dweight` and `dbias` counts."""
+    normed = (x - mean[:, None]) * rstd[:, None]
+    scaled = dy * weight
+    dx = scaled - scaled.mean(1, keepdim=True) - normed * (scaled * normed).mean(1, keepdim=True)
+    return rstd[:, None] * dx, dweight + (dy * normed).sum(0), dbias + dy.sum(0)

@@ -163,3 +163,37 @@ def escape_times_reference(c, most=20):
         x, y = torch.where(inside, following[0], x), torch.where(inside, following[1], y)
         count += inside
     return count
+
+
+def max_pool(batch, channels, height, width, block=32, dtype="float32"):
+    """`out[b, c, y, x]` is the largest of the 3 x 3 elements of `data` around `[b, c, 2 * y, 2 * x]`; a program has
+    `block` elements of the result, one after the other in memory."""
+    out_height, out_width = -(-height // 2), -(-width // 2)
+    total = batch * channels * out_height * out_width
+
+    @T.prim_func
+    def max_pool_kernel(
+        data: T.Tensor((batch, channels, height, width), dtype),
+        out: T.Tensor((batch, channels, out_height, out_width), dtype),
+    ):
+        with T.Kernel(T.ceildiv(total, block), threads=128) as bx:
+            for i in T.Parallel(block):
+                at = bx * block + i
+                largest = T.alloc_var(dtype)
+                if at < total:
+                    x = at % out_width
+                    y = at // out_width % out_height
+                    c = at // out_width // out_height % channels
+                    b = at // out_width // out_height // channels
+                    largest = -T.infinity(dtype)
+                    for dy, dx in T.grid(3, 3):
+                        inside = T.And(y * 2 + dy - 1 >= 0, x * 2 + dx - 1 >= 0)
+                        if T.And(inside, T.And(y * 2 + dy - 1 < height, x * 2 + dx - 1 < width)):
+                            largest = T.max(largest, data[b, c, y * 2 + dy - 1, x * 2 + dx - 1])
+                    out[b, c, y, x] = largest
+
+    return max_pool_kernel
+
+
+def max_pool_reference(data):
+    return F.max_pool2d(data, 3, 2, 1)

@@ -1,5 +1,5 @@
-"""Kernels that go where data says: attention to keys and values in pages, which a table names for every sequence; a
-histogram that is staged on chip."""
+"""Kernels that go where data says: attention to keys and values in pages, which a table names for every sequence; to
+a cache that the newest token is put into first; a histogram that is staged on chip."""
 
 import math
 
@@ -159,3 +159,67 @@ def staged_histogram(N, bins, parts=4):
                 T.atomic_add(counts[j], own[j])
 
     return staged_histogram_kernel
+
+
+def put_and_attend(batch, heads, groups, seq, dim, dtype="float32"):
+    """The newest token's attention to itself and to the first `lengths[b]` positions in a cache of keys and values,
+    which `heads // groups` heads share; the programs of the first `groups` heads put its own there."""
+    scale = math.log2(math.e) / math.sqrt(dim)
+    shared = heads // groups
+
+    @T.prim_func
+    def put_and_attend_kernel(
+        Q: T.Tensor((batch, heads, dim), dtype),
+        K: T.Tensor((batch, groups, dim), dtype),
+        V: T.Tensor((batch, groups, dim), dtype),
+        K_cache: T.Tensor((batch, seq, groups, dim), dtype),
+        V_cache: T.Tensor((batch, seq, groups, dim), dtype),
+        lengths: T.Tensor((batch,), "int32"),
+        Out: T.Tensor((batch, heads, dim), dtype),
+    ):
+        with T.Kernel(heads, batch, threads=128) as (by, bz):
+            products = T.alloc_fragment((seq, dim), "float32")
+            scores = T.alloc_fragment((1, seq), "float32")
+            largest = T.alloc_fragment((1,), "float32")
+            total = T.alloc_fragment((1,), "float32")
+            row = T.alloc_fragment((seq,), "float32")
+            out = T.alloc_fragment((dim,), "float32")
+            past = lengths[bz]
+            if by < groups:
+                for d in T.Parallel(dim):
+                    K_cache[bz, past, by, d] = K[bz, by, d]
+                    V_cache[bz, past, by, d] = V[bz, by, d]
+            for j, d in T.Parallel(seq, dim):
+                products[j, d] = Q[bz, by, d] * T.if_then_else(
+                    j < past, K_cache[bz, j, by // shared, d], K[bz, by // shared, d]
+                )
+            T.reduce_sum(products, row, dim=1)
+            for i, j in T.Parallel(1, seq):
+                scores[i, j] = T.if_then_else(j <= past, row[j] * scale, -T.infinity("float32"))
+            T.reduce_max(scores, largest, dim=1)
+            for i, j in T.Parallel(1, seq):
+                scores[i, j] = T.exp2(scores[i, j] - largest[i])
+            T.reduce_sum(scores, total, dim=1)
+            for j, d in T.Parallel(seq, dim):
+                products[j, d] = (
+                    scores[0, j]
+                    / total[0]
+                    * T.if_then_else(j < past, V_cache[bz, j, by // shared, d], V[bz, by // shared, d])
+                )
+            T.reduce_sum(products, out, dim=0)
+            T.copy(out, Out[bz, by, 0])
+
+    return put_and_attend_kernel
+
+
+def put_and_attend_reference(q, k, v, k_cache, v_cache, lengths):
+    k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    out = torch.empty_like(q)
+    for b, past in enumerate(lengths.tolist()):
+        k_cache[b, past], v_cache[b, past] = k[b], v[b]
+        keys, values = (
+            cache[b, : past + 1].repeat_interleave(q.shape[1] // k.shape[1], 1) for cache in (k_cache, v_cache)
+        )
+        weights = torch.einsum("hd,shd->hs", q[b], keys / math.sqrt(q.shape[2])).softmax(1)
+        out[b] = torch.einsum("hs,shd->hd", weights, values)
+    return k_cache, v_cache, out

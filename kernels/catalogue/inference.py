@@ -28,6 +28,8 @@ from kernels.paged import (
     paged_attention_reference,
     paged_latent_attention,
     paged_latent_attention_reference,
+    put_and_attend,
+    put_and_attend_reference,
     staged_histogram,
 )
 from kernels.quantized import (
@@ -269,6 +271,26 @@ INFERENCE_CASES: tuple[KernelCase, ...] = (
             lambda generator, s: torch.randint(1, 4 * s["table"] + 1, (s["batch"],), generator=generator).int(),
         ),
         ("Out",),
+    ),
+    KernelCase(
+        "put_and_attend",
+        put_and_attend,
+        put_and_attend_reference,
+        (
+            {"batch": 4, "heads": 8, "groups": 4, "seq": 8, "dim": 8},
+            {"batch": 3, "heads": 6, "groups": 3, "seq": 5, "dim": 3},
+            {"batch": 1, "heads": 2, "groups": 1, "seq": 2, "dim": 5},
+        ),
+        tensors(
+            normal("batch heads dim"),
+            normal("batch groups dim"),
+            normal("batch groups dim"),
+            normal("batch seq groups dim"),
+            normal("batch seq groups dim"),
+            integers("batch", 0, "seq"),
+        ),
+        ("K_cache", "V_cache", "Out"),
+        inouts=("K_cache", "V_cache"),
     ),
     KernelCase(
         "staged_histogram",

@@ -9,6 +9,8 @@ from kernels.neighbourhoods import (
     escape_times_reference,
     filter_2d,
     filter_2d_reference,
+    max_pool,
+    max_pool_reference,
     periodic_neighbours,
     periodic_neighbours_reference,
     sliding_attention,
@@ -61,6 +63,19 @@ NEIGHBOURHOOD_CASES = (
         _PLANES,
         tensors(normal("height width")),
         ("out",),
+    ),
+    KernelCase(
+        "max_pool",
+        partial(max_pool, block=8),
+        max_pool_reference,
+        (
+            {"batch": 2, "channels": 4, "height": 8, "width": 4},
+            {"batch": 3, "channels": 2, "height": 5, "width": 7},
+            {"batch": 1, "channels": 3, "height": 3, "width": 2},
+        ),
+        tensors(normal("batch channels height width")),
+        ("out",),
+        EXACT,
     ),
     KernelCase("upsample", upsample, upsample_reference, _PLANES, tensors(normal("height width")), ("out",), EXACT),
     KernelCase(

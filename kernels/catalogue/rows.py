@@ -17,8 +17,17 @@ from kernels.layer_norm import (
     add_layer_norm,
     add_layer_norm_reference,
     layer_norm,
+    layer_norm_gradient,
+    layer_norm_gradient_reference,
     layer_norm_reference,
     two_pass_layer_norm,
+)
+from kernels.padded import (
+    block_logsumexp,
+    block_variance,
+    block_variance_reference,
+    fragment_layer_norm,
+    logsumexp_reference,
 )
 from kernels.rms_norm import padded_rms_norm, rms_norm, rms_norm_reference, two_pass_rms_norm
 from kernels.softmax import online_softmax, softmax, softmax_reference, three_pass_softmax
@@ -113,6 +122,16 @@ NORM_CASES = (
         tensors(normal("M N"), normal("M N"), normal("N"), normal("N")),
         ("Y", "S"),
     ),
+    KernelCase(
+        "layer_norm_gradient",
+        layer_norm_gradient,
+        layer_norm_gradient_reference,
+        MN,
+        tensors(normal("M N"), normal("M N"), normal("N"), normal("M"), normal("M"), normal("N"), normal("N")),
+        ("dX", "dweight", "dbias"),
+        inouts=("dweight", "dbias"),
+        reads_padding=True,
+    ),
 )
 
 REDUCE_CASES = (
@@ -174,4 +193,26 @@ STATISTICS_CASES = (
     ),
     KernelCase("row_norms", statistics.row_norms, statistics.row_norms_reference, MN, tensors(normal("M N")), ("B",)),
 )
-ROW_CASES = (*SOFTMAX_CASES, *NORM_CASES, *REDUCE_CASES, *COMBINED_CASES, *STATISTICS_CASES)
+
+PADDED_CASES = (
+    KernelCase(
+        "fragment_layer_norm",
+        partial(fragment_layer_norm, length=16),
+        layer_norm_reference,
+        MN,
+        tensors(normal("M N"), normal("N"), normal("N")),
+        ("Y",),
+    ),
+    KernelCase(
+        "block_logsumexp", partial(block_logsumexp, block_N=8), logsumexp_reference, MN, tensors(normal("M N")), ("Y",)
+    ),
+    KernelCase(
+        "block_variance",
+        partial(block_variance, block_N=8),
+        block_variance_reference,
+        MN,
+        tensors(normal("M N")),
+        ("Var", "Mean"),
+    ),
+)
+ROW_CASES = (*PADDED_CASES, *SOFTMAX_CASES, *NORM_CASES, *REDUCE_CASES, *COMBINED_CASES, *STATISTICS_CASES)

@@ -18,7 +18,7 @@ from mesh_tensor.tir.grids import Grids
 from .grids import LoweredGrids, lower_grids
 from .local_view import Collective, LocalView, Lowered
 
-_WHY = ": its parts have nothing to do with each other, and less moves where each is split by itself"
+_WHY = ": its parts can go one after the other, and less moves where each is split by itself"
 
 
 def lower_apart(

@@ -21,9 +21,13 @@ from mesh_tensor.rules.kernel.conditions_apart import conditions_apart
 from mesh_tensor.rules.kernel.distribution import distributed
 from mesh_tensor.rules.kernel.factor_derivation import Dim
 from mesh_tensor.rules.kernel.factors import Blocked
+from mesh_tensor.rules.kernel.fission import in_two_loops
+from mesh_tensor.rules.kernel.flat_programs import in_whole_rows
 from mesh_tensor.rules.kernel.granularity import Refined, refined
 from mesh_tensor.rules.kernel.normalize import ANALYSES
+from mesh_tensor.rules.kernel.one_branch import one_branch
 from mesh_tensor.rules.kernel.packed_rows import row_by_row
+from mesh_tensor.rules.kernel.padding_apart import padding_apart
 from mesh_tensor.rules.kernel.reader import read_kernel
 from mesh_tensor.rules.kernel.reused_buffers import with_own_buffers
 from mesh_tensor.rules.kernel.rounds import in_rounds
@@ -66,6 +70,8 @@ def _refined(kernel: Annotated) -> tuple[Refined, Analysis]:
         after = analyse(said_of_each)
         if not any(_is_scanned(after, dim) for dim in split):
             made, analysis = Refined(said_of_each, {}), after
+    if any(_depends_on_blocks(analysis, dim) for dim in split) and (one := _one_branch(made.func)) is not None:
+        made, analysis = Refined(one, {}), analyse(one)
     whole = {dim for dim in split if analysis.reason_whole(*dim)} | by_data
     near = {dim for dim in whole if _is_near(kernel, analysis, dim)}
     func = made.func
@@ -177,10 +183,20 @@ def _ways(func: tirx.PrimFunc, whole: tuple[Dim, ...], computed: tuple[Dim, ...]
         said_of_each = conditions_apart(read_kernel(func))
         if said_of_each is not None:
             yield Refined(said_of_each, {})
+        rows_apart = in_whole_rows(read_kernel(func))
+        if rows_apart is not None:
+            yield Refined(rows_apart, {})
+            yield from refined(rows_apart, whole)
+        two_loops = in_two_loops(read_kernel(func))
+        if two_loops is not None:
+            yield Refined(two_loops, {})
         rounds = in_rounds(read_kernel(func))
         if rounds is not None:
             yield Refined(rounds, {})
         analysis = analyse(func)
+        counted = padding_apart(analysis)
+        if counted is not None:
+            yield Refined(counted, {})
         own = with_own_buffers(analysis.kernel, analysis.coordinates)
         if own is not None:
             yield Refined(own, {})
@@ -200,6 +216,13 @@ def _is_scanned(analysis: Analysis, dim: Dim) -> bool:
     return factor is not None and bool(analysis.reductions[factor].scans)
 
 
+def _depends_on_blocks(analysis: Analysis, dim: Dim) -> bool:
+    """Whether a dim can't be split, or in whole blocks only."""
+    factor = analysis.factor_of(*dim)
+    return factor is None or factor.blocked is not None or factor.aligned is not None
+
+
+_one_branch = made_once(ANALYSES)(lambda func: one_branch(read_kernel(func)))
 _conditions_apart = made_once(ANALYSES)(lambda func: conditions_apart(read_kernel(func)))
 
 

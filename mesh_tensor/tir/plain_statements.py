@@ -158,6 +158,16 @@ def without_idle_guards(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return rewritten(func, plain, tirx.IfThenElse)
 
 
+def with_plain_conditions(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """`(a < n) & (b >= 0)` of places, which TileLang takes for numbers of one bit, is `a < n and b >= 0`."""
+
+    def plain(call: tirx.Call) -> tirx.PrimExpr | None:
+        is_both = op_name(call) == "tirx.bitwise_and" and call.dtype == "bool" and not loads(call)
+        return tirx.And(*call.args) if is_both else None
+
+    return rewritten(func, plain, tirx.Call)
+
+
 def with_plain_blocks(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The function with plain blocks; those with an init or parts of other buffers are left, which are refused."""
     if all(map(_is_plain, nodes(func.body, tirx.SBlockRealize))):

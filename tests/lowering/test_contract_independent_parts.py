@@ -5,6 +5,9 @@ import tilelang.language as T
 import torch
 
 import mesh_tensor as mt
+from kernels.paged import put_and_attend, put_and_attend_reference
+from mesh_tensor.rules.kernel.independent_parts import independent_parts
+from mesh_tensor.rules.kernel.normalize import normalize
 from tests.other_machines import machine
 
 from .every_layout import check
@@ -377,6 +380,72 @@ def test_numbers_that_are_asked_for_stay(where, target):
     layouts = {"A": {"x": 0}, "Out": {"x": 0}, "B": {"x": 0} if where == "condition" else {}, "Other": {"x": 0}}
     with machine(1):
         kernel = mt.compile(mt.annotate(counted(12, 9, where), mt.Mesh({"x": 2}), layouts), target=target)
-    assert "have nothing to do with each other" in kernel.explain() or where == "loop"
+    assert "its parts can go one after the other" in kernel.explain() or where == "loop"
     for found, expected in zip(kernel(a, b, lens), (a * 2, other), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+CACHE_HEADS = {"Q": {"x": 1}, "K": {"x": 1}, "V": {"x": 1}, "K_cache": {"x": 2}, "V_cache": {"x": 2}, "Out": {"x": 1}}
+
+
+def cache_inputs(batch, heads, groups, seq, dim):
+    shapes = [(batch, heads, dim), *[(batch, groups, dim)] * 2, *[(batch, seq, groups, dim)] * 2]
+    return [*(torch.randn(*shape) for shape in shapes), torch.randint(0, seq, (batch,), dtype=torch.int32)]
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_what_is_put_into_a_cache_first(devices):
+    sizes = {"batch": 2, "heads": 12, "groups": 6, "seq": 5, "dim": 4}
+    func, inputs = put_and_attend(**sizes), cache_inputs(**sizes)
+    with machine(1):
+        steps = outline(lowered(func, {"x": devices}, CACHE_HEADS, strict=True))
+        found = run(func, {"x": devices}, CACHE_HEADS, *(tensor.clone() for tensor in inputs))
+    assert {step.split("(")[0] for step in steps} == {"kernel"}
+    torch.testing.assert_close(found, put_and_attend_reference(*inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_caches_in_some_layouts():
+    sizes = {"batch": 3, "heads": 4, "groups": 2, "seq": 5, "dim": 4}
+    inputs = cache_inputs(**sizes)
+    with machine(1):
+        check(put_and_attend(**sizes), inputs, put_and_attend_reference(*inputs), [{"x": 2, "y": 2}])
+
+
+def put_and_read(what):
+    """`B[p]` is what is in `A` at a place, after the program has put `X[p]` into its own."""
+
+    @T.prim_func
+    def kernel(
+        X: T.Tensor((8, 4), "float32"),
+        At: T.Tensor((8,), "int32"),
+        A: T.Tensor((8, 4), "float32"),
+        B: T.Tensor((8, 4), "float32"),
+    ):
+        with T.Kernel(8, threads=32) as p:
+            if what == "again":
+                for j in T.Parallel(4):
+                    B[p, j] = A[p, j]
+            if what == "sum":
+                for j in T.Parallel(4):
+                    A[p, j] = A[p, j] + X[p, j]
+            else:
+                for j in T.Parallel(4):
+                    A[p, j] = X[p, j]
+            for j in T.Parallel(4):
+                if what == "next":
+                    if p < 7:
+                        B[p, j] = A[p + 1, j]
+                elif what == "data":
+                    B[p, j] = A[At[p], j]
+                else:
+                    B[p, j] = A[p, j]
+
+    return kernel
+
+
+@pytest.mark.parametrize(("what", "apart"), [("data", True), ("next", False), ("sum", False), ("again", False)])
+def test_what_programs_read_of_what_they_write(what, apart):
+    """A place that data say; that of the next program, what was added to, what is read before, too."""
+    layout = {name: mt.Sharding.make(mt.Mesh({"x": 2}), 2, {"x": dim}) for name, dim in {"A": 0, "B": 1}.items()}
+    ways = list(independent_parts(normalize(put_and_read(what)), layout))
+    assert bool(ways) is apart

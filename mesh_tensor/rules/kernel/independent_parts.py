@@ -4,7 +4,9 @@ one factor of a kernel.
 
 Programs of a grid run in any order, so those for which a condition holds may run before the others. What makes a result
 is what writes it, and whatever this reads, by the writes that may reach it. Where two results have nothing in common
-but what both stage on chip, each has a kernel. Refused are none: what is not understood is in one part.
+but what both stage on chip, each has a kernel; so has a result that programs write first, and only read afterwards, as
+keys and values that are put into a cache: of all programs, before any reads. Refused are none: what is not understood
+is in one part.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from .live_ranges import LiveRange, LiveRanges
 from .normalize import ANALYSES, with_own_variables
 from .reader import read_kernel
 from .sharding_rule import analyse
-from .statements import Kernel, Statement
+from .statements import Access, Kernel, Statement
 
 _MOST = 8  # conditions of one grid loop
 _LEAVES = ["tirx.BufferStore", "tirx.Evaluate"]
@@ -184,8 +186,12 @@ def _is_parallel(loop: tirx.For) -> bool:
 def _by_results(func: tirx.PrimFunc, asked: Mapping[str, Sharding]) -> Iterator[tirx.PrimFunc]:
     """A kernel for each group of results; the kernel, if it is one."""
     kernel = read_kernel(func)
-    slices = _slices(kernel)
+    first = _written_first(kernel)
+    slices = _slices(kernel, first)
     groups = _groups(func, slices, asked)
+    if first and not _is_in_order(groups, slices, first):
+        slices = _slices(kernel, set())
+        groups = _groups(func, slices, asked)
     if len(groups) < 2:
         yield func
         return
@@ -198,8 +204,45 @@ def _results(kernel: Kernel) -> list[str]:
     return [name for name, buffer in kernel.params.items() if any(s.writes(buffer) for s in kernel.statements)]
 
 
-def _slices(kernel: Kernel) -> dict[str, set[Statement]]:
-    """What makes each result: what writes it, and, one after the other, what writes what is read for that."""
+def _written_first(kernel: Kernel) -> set[str]:
+    """The results that a program reads after it has written all of its own to them; none of which it reads what another
+    program writes, as far as that is known: where data say, programs would see what was there before, or not."""
+    found = set()
+    for name in _results(kernel):
+        buffer = kernel.params[name]
+        writers = [s for s in kernel.statements if s.writes(buffer)]
+        reads = [(s, a) for s in kernel.statements for a in s.reads if a.buffer.same_as(buffer)]
+        last = max(s.top for s in writers)
+        is_first = reads and all(last < s.top for s, _ in reads) and all(s.op is None for s in writers)
+        if is_first and not any(_are_of_others(read, s.target, kernel) for _, read in reads for s in writers):
+            found.add(name)
+    return found
+
+
+def _are_of_others(read: Access, written: Access, kernel: Kernel) -> bool:
+    """Whether a program reads places of other programs, as the indices say that are sums of loops' variables."""
+    grid = {loop.var for loop in kernel.grid}
+    for a, b in zip(read.forms, written.forms, strict=True):
+        if a is None or b is None:
+            continue
+        differs = any((a - b).terms.get(var) for var in grid)
+        if differs or (a.terms.keys() | b.terms.keys() <= grid and a.const != b.const):
+            return True
+    return False
+
+
+def _is_in_order(groups: Sequence[Sequence[str]], slices: Mapping[str, set[Statement]], first: set[str]) -> bool:
+    """Whether no group reads what a later one writes."""
+    for at, group in enumerate(groups):
+        read = {a.buffer.name for name in group for s in slices[name] for a in s.reads}
+        if any(name in first and name in read for later in groups[at + 1 :] for name in later):
+            return False
+    return True
+
+
+def _slices(kernel: Kernel, first: set[str]) -> dict[str, set[Statement]]:
+    """What makes each result: what writes it, and, one after the other, what writes what is read for that; but for what
+    is written `first`."""
     ranges = LiveRanges(kernel)
     results = {live_range.buffer.name: live_range for live_range in ranges.all if live_range.is_param}
     found: dict[str, set[Statement]] = {}
@@ -213,7 +256,8 @@ def _slices(kernel: Kernel) -> dict[str, set[Statement]]:
             seen.add(live_range)
             for statement, _ in live_range.writes:
                 found[name].add(statement)
-                left += [ranges.of(access) for access in statement.reads]
+                read = [ranges.of(access) for access in statement.reads]
+                left += [r for r in read if not (r.is_param and r.buffer.name in first - {name})]
     return found
 
 

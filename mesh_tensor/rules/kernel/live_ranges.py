@@ -200,8 +200,13 @@ def overwrites_all(statement: Statement, kernel: Kernel) -> bool:
 
 def covers_all(statement: Statement, kernel: Kernel) -> bool:
     """Whether the statement, over all its innermost loops, gives every element of its buffer a new value, once."""
+    return (statement.op is None or statement.fresh) and reaches_all(statement, kernel)
+
+
+def reaches_all(statement: Statement, kernel: Kernel) -> bool:
+    """Whether the statement, over all its innermost loops, writes every element of its buffer once."""
     write = statement.write
-    if write is None or statement.may_be_skipped or (statement.op is not None and not statement.fresh):
+    if write is None or statement.may_be_skipped:
         return False
     loops = {loop.var: loop for loop in statement.loops}
     seen: set[tirx.Var] = set()

@@ -24,6 +24,7 @@ from mesh_tensor.tir.nodes import is_const, loads, nodes, used
 from mesh_tensor.tir.plain_statements import (
     with_places_from_the_end,
     with_plain_blocks,
+    with_plain_conditions,
     with_values_in_place,
     with_wide_counters,
     without_early_exits,
@@ -77,7 +78,7 @@ class _Source:
 def _normalized(source: _Source) -> tirx.PrimFunc:
     refuse_division_by_0(source.func)
     func = with_places_from_the_end(with_own_variables(source.func))
-    func = without_early_exits(with_plain_blocks(with_wide_counters(func)))
+    func = without_early_exits(with_plain_blocks(with_plain_conditions(with_wide_counters(func))))
     func = without_reducers(rewritten(func, parts_of, tirx.Evaluate))
     func = without_idle_guards(with_values_in_place(_inline_bindings(func)))
     refuse_overflow(func)

@@ -35,9 +35,15 @@ class Reaching:
         before = [s for s in written if self._order[s] < self._order[reader]]
         return next((s for s in reversed(before) if self._settles(s, reader)), None)
 
+    def is_before(self, statement: Statement, reader: Statement) -> bool:
+        """Whether a statement that covers a buffer runs, where its conditions hold, before the reader in each iteration
+        of the loops that it is in."""
+        around = self._around(statement)
+        return self._order[statement] < self._order[reader] and self._repeating(reader)[: len(around)] == around
+
     def _settles(self, statement: Statement, reader: Statement) -> bool:
-        around, conditions = self._around(statement), statement.conditions
-        if self._repeating(reader)[: len(around)] != around or len(conditions) > len(reader.conditions):
+        conditions = statement.conditions
+        if not self.is_before(statement, reader) or len(conditions) > len(reader.conditions):
             return False
         same = all(a.same_as(b) and not loads(a) for a, b in zip(conditions, reader.conditions, strict=False))
         return same and covers_all(statement, self._kernel)

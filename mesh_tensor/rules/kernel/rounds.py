@@ -54,7 +54,7 @@ def in_rounds(kernel: Kernel) -> tirx.PrimFunc | None:
             allocated += into.values()
             at = {stmt.loop_var: tirx.IntImm(stmt.loop_var.dtype, value)}
             body = exchange_buffers(tirx.stmt_functor.substitute(sequence(rounds[stmt]), at), into)
-            made += body_statements(_copied(body))
+            made += body_statements(copied(body))
     return with_own_variables(kernel.with_body(hinted_like(kernel.root.body, sequence(made)), allocated))
 
 
@@ -81,10 +81,10 @@ def _one_by_one(body: tirx.Stmt) -> Iterator[tirx.Stmt]:
 
 
 def _uses_reduced(stmts: Sequence[tirx.Stmt]) -> bool:
-    return any(_uses(stmt, reduced) for at, stmt in enumerate(stmts) for reduced in _reduced(stmts[:at]))
+    return any(uses(stmt, reduced) for at, stmt in enumerate(stmts) for reduced in reduced_in(stmts[:at]))
 
 
-def _reduced(stmts: Sequence[tirx.Stmt]) -> Iterator[tirx.Buffer]:
+def reduced_in(stmts: Sequence[tirx.Stmt]) -> Iterator[tirx.Buffer]:
     """What tile operations among the statements reduce dims into, and what loops sum products in."""
     for stmt in stmts:
         _, inner = _conditions(stmt)
@@ -104,7 +104,7 @@ def _conditions(stmt: tirx.Stmt) -> tuple[list[tirx.PrimExpr], tirx.Stmt]:
     return conditions, stmt
 
 
-def _uses(stmt: tirx.Stmt, buffer: tirx.Buffer) -> bool:
+def uses(stmt: tirx.Stmt, buffer: tirx.Buffer) -> bool:
     return any(access.buffer.data.same_as(buffer.data) for access in nodes(stmt, tirx.BufferLoad, tirx.BufferStore))
 
 
@@ -116,12 +116,12 @@ def _own_sums(kernel: Kernel, loop: tirx.For, stmts: Sequence[tirx.Stmt]) -> lis
     named = nodes(kernel.root.body, tirx.Var)
     return [
         buffer
-        for buffer in dict.fromkeys(_reduced(stmts))
+        for buffer in dict.fromkeys(reduced_in(stmts))
         if buffer in kernel.root.alloc_buffers
         and not any(buffer.data in note for note in known)
         and not any(buffer.data.same_as(var) for var in named)
-        and not any(_uses(stmt, buffer) for stmt in rest)
-        and _is_set_first([_conditions(stmt) for stmt in stmts if _uses(stmt, buffer)], buffer)
+        and not any(uses(stmt, buffer) for stmt in rest)
+        and _is_set_first([_conditions(stmt) for stmt in stmts if uses(stmt, buffer)], buffer)
     ]
 
 
@@ -137,7 +137,7 @@ def _is_set_first(uses: Sequence[tuple[list[tirx.PrimExpr], tirx.Stmt]], buffer:
     return is_fixed and all(len(s) == len(first) and all(map(ir.structural_equal, s, first)) for s in starts)
 
 
-def _copied(body: tirx.Stmt) -> tirx.Stmt:
+def copied(body: tirx.Stmt) -> tirx.Stmt:
     """The same statements as nodes of their own: a statement has one place in a kernel."""
 
     def copy(stmt: tirx.Evaluate | tirx.BufferStore | tirx.Bind) -> tirx.Stmt:

@@ -162,9 +162,14 @@ def unknown(A, B, Out, Other, n, m):
     T.call_extern("handle", "f", T.address_of(Other[0]))
 
 
-@pytest.mark.parametrize("body", [of_one_another, of_one_total, carried_over, printed, through_memory, unknown])
+@pytest.mark.parametrize("body", [of_one_total, carried_over, printed, through_memory, unknown])
 def test_what_is_one_kernel(body):
     assert parts(two_loops(body), A=0, B=0, Out=0, Other=0) == []
+
+
+def test_a_result_that_is_read_afterwards_comes_first():
+    made = parts(two_loops(of_one_another), A=0, B=0, Out=0, Other=0)
+    assert made == [["A", "Out"], ["B", "Out", "Other"]]
 
 
 def test_what_asks_for_one_factor_is_one_kernel():
