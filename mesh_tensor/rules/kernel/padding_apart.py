@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 from tvm import tirx
 
-from mesh_tensor.base.dtypes import is_float
 from mesh_tensor.base.reductions import reduction
 from mesh_tensor.tir.linear import Linear, as_expr, vars_of
 from mesh_tensor.tir.nodes import int_or, is_const
@@ -32,6 +31,8 @@ from .padding import Padding, padding_is_neutral, takes_whole_blocks
 from .partial_values import keeps_partial
 from .sharding_rule import Analysis
 from .statements import Access, Loop, Statement
+
+_COUNTED = ("float32", "float64", "int32", "int64")  # in others a count, or so many times a value, may be none
 
 
 def padding_apart(analysis: Analysis) -> tirx.PrimFunc | None:
@@ -111,7 +112,7 @@ class _Update:
         self._check(value, loops)
         target = self.last.target
         record, dtype = reduction(self.last.operation), target.buffer.dtype
-        counted = record.name == "sum" and (is_float(dtype) or dtype in ("int32", "int64"))
+        counted = record.name == "sum" and dtype in _COUNTED
         if not counted and not (record.idempotent and record.operands == "ordered"):
             raise UnknownContent
         value = cast(value, dtype) * tirx.const(count, dtype) if counted else cast(value, dtype)
