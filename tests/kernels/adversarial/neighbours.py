@@ -78,11 +78,11 @@ def convolution(N, taps=3, block=8):
     return convolution_kernel
 
 
-def max_pool(N, block=8):
+def max_of_pairs(N, block=8):
     """`B[n] = max(A[2n], A[2n + 1])` for an even number of elements, the last odd one dropped."""
 
     @T.prim_func
-    def max_pool_kernel(A: T.Tensor((N,)), B: T.Tensor((N // 2,))):
+    def max_of_pairs_kernel(A: T.Tensor((N,)), B: T.Tensor((N // 2,))):
         with T.Kernel(T.ceildiv(N // 2, block), threads=128) as bx:
             A_shared = T.alloc_shared((2 * block,), "float32")
             out = T.alloc_fragment((block,), "float32")
@@ -91,7 +91,7 @@ def max_pool(N, block=8):
                 out[i] = T.max(A_shared[2 * i], A_shared[2 * i + 1])
             T.copy(out, B[bx * block])
 
-    return max_pool_kernel
+    return max_of_pairs_kernel
 
 
 def _move(name, shape, source, in_shape=None):
@@ -212,7 +212,7 @@ def _move_case(name, build, reference, sizes=MN):
 
 NEIGHBOUR_CASES = (
     _vector_case(stencil, stencil_reference, FLOAT32),
-    _vector_case(max_pool, lambda a: a[: a.numel() // 2 * 2].view(-1, 2).amax(1)),
+    _vector_case(max_of_pairs, lambda a: a[: a.numel() // 2 * 2].view(-1, 2).amax(1)),
     KernelCase(
         "convolution",
         convolution,
