@@ -29,7 +29,7 @@ KERNELS = {
     "shift": (indexed(lambda x: x + 2, 34, 32), [(34,)], BOTH, lambda a: a[2:], 1),
     "far shift": (indexed(lambda x: x + 30, 78, 48), [(78,)], BOTH, lambda a: a[30:], 15),
     "every second, but the first": (indexed(lambda x: 2 * x + 1, 66, 32), [(66,)], BOTH, lambda a: a[1:-1:2], 1),
-    "repeat": (indexed(lambda x: x // 3, 16, 48), [(16,)], BOTH, lambda a: a.repeat_interleave(3), 1),
+    "repeat": (indexed(lambda x: x // 3, 16, 48), [(16,)], BOTH, lambda a: a.repeat_interleave(3), 0),
     "clamped": (indexed(lambda x: T.max(x - 2, 0), 32, 32), [(32,)], BOTH, lambda a: a[[0, 0, *range(30)]], 2),
     "roll": (indexed(lambda x: (x + 1) % 32, 32, 32), [(32,)], BOTH, lambda a: a.roll(-1), 1),
     "roll back": (indexed(lambda x: (x + 29) % 32, 32, 32), [(32,)], BOTH, lambda a: a.roll(3), 3),

@@ -199,7 +199,7 @@ def test_iterations_that_have_buffers_in_common():
 
 def test_explain_says_why_there_are_several():
     kernel = mt.compile(mt.annotate(rotated("loops"), mt.Mesh({"x": 2}), HEADS), target="interpret")
-    assert kernel.explain().startswith('2 kernels of kernel on Mesh({"x": 2}): its parts have nothing to do')
+    assert kernel.explain().startswith('2 kernels of kernel on Mesh({"x": 2}): its parts can go one after the other')
 
 
 def updates(of_both):

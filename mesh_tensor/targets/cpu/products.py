@@ -120,7 +120,7 @@ class _Lean:
             return None
         block, source = store.buffer.data, store.value.buffer
         users = [place for place, stmt in enumerate(after) if uses_of(block, stmt)]
-        products = [_factors(after[place], block) for place in users]
+        products = [_factors(after[place], store.buffer) for place in users]
         if not users or 0 in products or uses_of(block, self._body) != 1 + sum(products):
             return None
         is_param = source.data in self._params
@@ -245,12 +245,16 @@ def _clearing(stmt: tirx.Stmt, when: tirx.PrimExpr, buffer: tirx.Buffer) -> tirx
     return tirx.Evaluate(tirx.Call(stmt.value.dtype, stmt.value.op, [*args[:_CLEAR], when]))
 
 
-def _factors(stmt: tirx.Stmt, block: tirx.Var) -> int:
-    """How often a product reads a block as a factor; 0 if the statement is none, or has another use for the block."""
+def _factors(stmt: tirx.Stmt, block: tirx.Buffer) -> int:
+    """How often a product reads a block as a factor; 0 if the statement is none, or has another use for the block, as
+    for a view of it, whose rows are others."""
     if not is_product(stmt):
         return 0
-    factors = sum(stmt.value.args[place].args[0].buffer.data.same_as(block) for place in FACTORS)
-    return factors if uses_of(block, stmt) == factors else 0
+    args, width = stmt.value.args, int_or(block.shape[-1], 0)
+    strides = [{int_or(args[place], 0) for place in places} for places in _STRIDES]
+    read = [args[place].args[0].buffer.same_as(block) for place in FACTORS]
+    factors = [is_read and of == {1, width} for is_read, of in zip(read, strides, strict=True)]
+    return sum(factors) if uses_of(block.data, stmt) == sum(factors) else 0
 
 
 def _changes(stmt: tirx.Stmt, memory: Collection[tirx.Var]) -> bool:
