@@ -44,7 +44,8 @@ def fused(
     constants: Mapping[str, relax.Constant],
 ) -> list[Step]:
     """The steps, where operators are taken together. `lasting`: values that somebody uses afterwards."""
-    return _Fuser(steps, MadeValues(steps, values, lasting, constants)).steps()
+    others = [number for number, step in enumerate(steps) if not isinstance(step, OpStep)]
+    return _Fuser(steps, MadeValues(steps, others, values, lasting, constants)).steps()
 
 
 class _Fuser:

@@ -30,11 +30,13 @@ def is_plain(step: OpStep, operator: str) -> bool:
 
 
 class MadeValues:
-    """Of steps, of which those that were taken already are known. `lasting`: values that somebody uses afterwards."""
+    """Of steps, of which those that were taken already are known. `others`: the numbers of those that are no operators;
+    `lasting`: values that somebody uses afterwards."""
 
     def __init__(
         self,
         steps: Sequence[Step],
+        others: Sequence[int],
         values: Mapping[str, ProgramValue],
         lasting: Collection[str],
         constants: Mapping[str, relax.Constant],
@@ -43,8 +45,8 @@ class MadeValues:
         self.uses = Counter([*lasting, *(name for step in steps for name in step.reads)])
         self._values = values
         self._writes: dict[str, list[int]] = {}  # per storage, when others than operators write it
-        self._others = [number for number, step in enumerate(steps) if not isinstance(step, OpStep)]
-        for number in self._others:
+        self._others = others
+        for number in others:
             for name in steps[number].writes:
                 self._writes.setdefault(values[name].storage, []).append(number)
         self._made: dict[str, Made] = {}
