@@ -33,17 +33,23 @@ class Held:
         return changes[kind]
 
 
-def peaks(schedule: Schedule, held: Mapping[int, Held] | None = None) -> list[float]:
-    """Per mesh the most that it holds at a time, in microbatches of its stages or `held`'s unit; 0 without B."""
-    return [most for most, _ in _peaks(schedule, held)]
+def peaks(
+    schedule: Schedule, held: Mapping[int, Held] | None = None, sums: Mapping[int, float] | None = None
+) -> list[float]:
+    """Per mesh the most that it holds at a time, in microbatches of its stages or `held`'s unit; 0 without B. `sums`:
+    what stays of each stage from the first of its backwards on that gives gradients of its weights."""
+    return [most for most, _ in _peaks(schedule, held, sums)]
 
 
-def _peaks(schedule: Schedule, held: Mapping[int, Held] | None) -> list[tuple[float, int]]:
+def _peaks(
+    schedule: Schedule, held: Mapping[int, Held] | None, sums: Mapping[int, float] | None = None
+) -> list[tuple[float, int]]:
     out = []
     for row in schedule.rows:
-        live, most, at = 0.0, 0.0, 0
+        live, most, at, left = 0.0, 0.0, 0, dict(sums or {})
         for position, action in enumerate(row if schedule.has_backward else ()):
             live += (held[action.stage] if held is not None else Held()).change(action.kind)
+            live += left.pop(action.stage, 0.0) if action.kind in "BW" else 0.0
             if live > most:
                 most, at = live, position
         out.append((most, at))

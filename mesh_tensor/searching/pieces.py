@@ -164,14 +164,15 @@ class Composer:
         every stage has."""
         stages = _stages(choice, models, layers)
         schedule, most = named_schedule(*choice.order), 0
-        held = _held(choice, [_kept(choice, stage) for stage in stages])
+        sums = [_GRADIENT * stage.elements for stage in stages]
+        held = _held(choice, [_kept(choice, stage) for stage in stages], sums)
         for mesh, (activations, here) in enumerate(zip(held, choice.each, strict=True)):
             mine = [stage for number, stage in enumerate(stages) if schedule.mesh_of[number] == mesh]
             most = max(most, self._most(here, mine, activations))
         return most
 
     def _most(self, choice: Choice, stages: Sequence[Stage], activations: float) -> int:
-        """What a device holds at most that has these stages, and so much for backwards."""
+        """What a device holds at most that has these stages, and so much for backwards and of what they give."""
         working = max(stage.working for stage in stages)
         if choice.recompute:
             working += int(max(stage.held.forward for stage in stages))
@@ -179,7 +180,7 @@ class Composer:
 
     def part_memory(self, choice: Choice, stage: Stage, held: int) -> int:
         """What a device of a stage holds at most that keeps so many microbatches."""
-        return self._most(choice, [stage], held * _kept(choice, stage).forward)
+        return self._most(choice, [stage], held * _kept(choice, stage).forward + _GRADIENT * stage.elements)
 
     def part_seconds(self, choice: Choice, stage: Stage, sent: int) -> float:
         """What a microbatch takes in a stage, forwards and backwards, with what it sends to the next one and back."""
@@ -187,10 +188,9 @@ class Composer:
         return forward + backward + 2 * self.transfer(choice, sent)
 
     def _state(self, choice: Choice, stage: Stage) -> int:
-        """Weights, gradients and what the optimizer keeps."""
-        weights, gradients = stage.weights, _GRADIENT * stage.elements
+        """Weights and what the optimizer keeps."""
         states = _STATE * self._states * stage.elements
-        return weights + gradients + states // (choice.data if choice.zero == 1 else 1)
+        return stage.weights + states // (choice.data if choice.zero == 1 else 1)
 
     def seconds(self, choice: Choice, models: Sequence[Model], layers: Sequence[int]) -> float:
         """Of a step: the schedule, what devices with the same weights exchange at its end, and the optimizer's
@@ -280,18 +280,23 @@ def _kept(choice: Choice, stage: Stage) -> Held:
     return Held(stage.pieces[0].taken) if choice.recompute else stage.held
 
 
-def _held(choice: Choice, kept: Sequence[Held]) -> list[float]:
-    """Per mesh: the bytes that it holds at most for backwards, of stages that keep so many of a microbatch."""
+def _held(choice: Choice, kept: Sequence[Held], sums: Sequence[float]) -> list[float]:
+    """Per mesh: the bytes that it holds at most for backwards, of stages that keep so many of a microbatch, and of sums
+    of gradients, from the first backward on."""
     schedule = named_schedule(*choice.order)
     if schedule.num_stages == schedule.num_meshes and not choice.halves:
-        return [count * kept[mesh].forward for mesh, count in enumerate(_counts(choice.order))]
-    return peaks(schedule, dict(enumerate(kept)))
+        each = zip(_counts(choice.order), kept, sums, strict=True)
+        return [max(most * mine.forward, later * mine.forward + own) for (most, later), mine, own in each]
+    return peaks(schedule, dict(enumerate(kept)), dict(enumerate(sums)))
 
 
 @lru_cache(maxsize=512)
-def _counts(order: Order) -> tuple[float, ...]:
-    """Per mesh: the microbatches that it holds at most."""
-    return tuple(peaks(named_schedule(*order)))
+def _counts(order: Order) -> tuple[tuple[float, float], ...]:
+    """Per mesh: the microbatches that it holds at most; and from the first backward on."""
+    schedule = named_schedule(*order)
+    most, many = peaks(schedule), schedule.num_microbatches + 1
+    with_sums = peaks(schedule, sums=dict.fromkeys(range(schedule.num_stages), float(many)))
+    return tuple(zip(most, (each - many for each in with_sums), strict=True))
 
 
 @lru_cache(maxsize=4096)
