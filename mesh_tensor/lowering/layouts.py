@@ -70,7 +70,7 @@ class _Layouts:
         ruled = local.cut.ruled
         self.asked, self.over_tiles, self.refined = ruled.kernel.asked, ruled.kernel.reading.over_tiles, ruled.refined
         self.shapes: Mapping[str, Shape] = {**local.cut.shapes, **ruled.kernel.shapes}
-        self.params = list(buffer_params(ruled.refined.func))
+        self.mesh, self.params = ruled.kernel.mesh, buffer_params(ruled.refined.func)
         self.tensors: dict[str, Tensor] = {}
         self.steps: list[LocalKernel | Collective] = []
         self.current: dict[str, str] = {}
@@ -95,8 +95,11 @@ class _Layouts:
         self.steps.append(LocalKernel(local.func, tuple(args), local.axes, tuple(writes), *decided))
 
     def finish(self) -> None:
-        """Bring the outputs into the annotated layouts; what nothing annotates is left as it is, but complete."""
-        for param in self.params:
+        """Bring the outputs into the annotated layouts; what nothing annotates is left as it is, but complete. What no
+        part uses comes in as it is."""
+        for param, buffer in self.params.items():
+            if param not in self.current:
+                self._declare_input(param, buffer, Sharding.make(self.mesh, len(self.shapes[param])))
             if param not in self.written:
                 continue
             now = self.tensors[self.current[param]]
@@ -107,7 +110,6 @@ class _Layouts:
         return tuple(
             (param, self.inputs.get(param), self.current[param] if param in self.written else None)
             for param in self.params
-            if param in self.inputs or param in self.written
         )
 
     def _read(self, param: str, buffer: tirx.Buffer, needed: Sharding, in_out: bool, assignment: Assignment) -> str:

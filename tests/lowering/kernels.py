@@ -57,6 +57,23 @@ def gelu(value: tirx.PrimExpr) -> tirx.PrimExpr:
     return 0.5 * value * (1.0 + T.tanh(0.7978845608 * (value + 0.044715 * value * value * value)))
 
 
+def halved_sums():
+    """A state that devices take turns at, beside a parameter that is not used."""
+
+    @T.prim_func
+    def with_unused(
+        a: T.Tensor((3, 12), "float32"), unused: T.Tensor((3, 4), "float32"), out: T.Tensor((3,), "float32")
+    ):
+        with T.Kernel(3, threads=32) as i:
+            state = T.alloc_fragment((1,), "float32")
+            T.clear(state)
+            for k in T.serial(12):
+                state[0] = T.max(state[0], a[i, k]) * 0.5
+            out[i] = state[0]
+
+    return with_unused
+
+
 def unused_parameter():
     """Two kernels in one function, neither of which uses one of its parameters."""
 

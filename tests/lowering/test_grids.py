@@ -12,7 +12,7 @@ from kernels.sparse import expert_mlp, expert_mlp_reference
 from tests.other_machines import machine
 
 from .every_layout import check
-from .kernels import unused_parameter
+from .kernels import halved_sums, unused_parameter
 from .support import lowered, outline, run
 
 MLP = expert_mlp(2, 13, 12, 10, 8, 8, 8)
@@ -55,6 +55,19 @@ def test_a_parameter_that_no_kernel_uses_is_one_of_all_the_same():
         first, second = run(unused_parameter(), {"x": 2}, layouts, a, torch.randn(3, 4))
         assert torch.equal(first, a + 1)
         assert torch.equal(second, (a + 1).flip(0))
+
+
+@pytest.mark.parametrize("annotated", [{}, {"unused": {"x": 0}}])
+def test_a_parameter_that_no_part_of_a_cut_kernel_uses_is_one_of_it(annotated):
+    layouts = {"a": {"x": 1}, **annotated}
+    with machine(1):
+        made = lowered(halved_sums(), {"x": 2}, layouts)
+        assert [name for name, _, _ in made.parameters] == ["a", "unused", "out"]
+        assert len(made.steps) > 1, "it is not cut"
+        a, state = torch.randn(3, 12), torch.zeros(3)
+        for column in a.T:
+            state = torch.maximum(state, column) * 0.5
+        assert torch.equal(run(halved_sums(), {"x": 2}, layouts, a, torch.randn(3, 4)), state)
 
 
 def test_flash_decoding():

@@ -19,7 +19,7 @@ from kernels.grouped_query import grouped_decode
 from kernels.linear_attention import linear_attention
 from kernels.matmul import matmul
 from kernels.sparse import block_sparse_matmul
-from tests.lowering.kernels import unused_parameter
+from tests.lowering.kernels import halved_sums, unused_parameter
 from tests.refusals import refusal
 from tests.runtime.programs import accumulate_kernel, kernel_of, matmul_k_split, matmul_kernel
 from tests.sweep_points import AXES, KERNELS, sample, sharding_at
@@ -203,6 +203,17 @@ def unused_parameters(rank):
         given = distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(unused, mesh, [placement])
         for result, expected in zip(kern(*given), kern(a, unused), strict=True):
             assert torch.equal(result.full_tensor(), expected)
+
+
+def unused_parameters_of_cut_kernels(rank):
+    """Of a kernel that is cut: devices take turns, and no part uses the parameter."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    kern = mt.compile(mt.annotate(halved_sums(), {"x": 2}, {"a": {"x": 1}}), target="interpret")
+    assert kern.program.collectives, "it is not cut"
+    a, unused = torch.randn(3, 12), torch.randn(3, 4)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        given = distribute_tensor(a, mesh, [Shard(1)]), distribute_tensor(unused, mesh, [placement])
+        assert torch.equal(kern(*given).full_tensor(), kern(a, unused))
 
 
 def local_tensors(rank):

@@ -37,6 +37,7 @@ def test_random_compositions():
         bodies.strict_and_mixed,
         bodies.in_and_out,
         bodies.unused_parameters,
+        bodies.unused_parameters_of_cut_kernels,
         bodies.local_tensors,
         bodies.symbolic_sizes,
         bodies.inference_mode,
