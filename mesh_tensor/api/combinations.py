@@ -16,8 +16,8 @@ from mesh_tensor.annotations.combination import Combination, stated_combinations
 from mesh_tensor.base.dtypes import is_float, numpy_dtype
 from mesh_tensor.base.errors import MeshTensorError, listing, refuse
 from mesh_tensor.lowering.cut import make_param, part_of
-from mesh_tensor.lowering.original_dims import rule
 from mesh_tensor.lowering.pipeline import read
+from mesh_tensor.lowering.ways import rule
 from mesh_tensor.rules.kernel.live_ranges import LiveRange
 from mesh_tensor.rules.kernel.sharding_rule import Analysis
 from mesh_tensor.rules.kernel.statements import body_statements

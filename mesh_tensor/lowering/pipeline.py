@@ -41,11 +41,11 @@ from .decide import decide, split_at
 from .grids import LoweredGrids, lower_grids
 from .layouts import explicit
 from .local_view import Lowered, make_local
-from .original_dims import rule
 from .parts import cut_up
 from .stages import Annotated, LocalPart, LocalParts, Part, Parts, Ruled, Unsplittable
 from .verify import enabled, explicit_problems, local_problems, raise_on
 from .view import over_tiles, read_view, refuse_views_of_tiles
+from .ways import rule
 
 
 def read(func: tirx.PrimFunc, view: str, machine: Machine | None = None) -> Annotated:

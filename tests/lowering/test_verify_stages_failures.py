@@ -9,11 +9,11 @@ from kernels.softmax import softmax
 from mesh_tensor.base.sharding import Sharding
 from mesh_tensor.lowering.decide import decide
 from mesh_tensor.lowering.local_view import make_local
-from mesh_tensor.lowering.original_dims import rule
 from mesh_tensor.lowering.parts import cut_up
 from mesh_tensor.lowering.pipeline import read, verified
 from mesh_tensor.lowering.stages import Annotated, LocalParts, Part, Parts, Ruled
 from mesh_tensor.lowering.verify import VerificationError
+from mesh_tensor.lowering.ways import rule
 
 MESH = mt.Mesh({"x": 2})
 
