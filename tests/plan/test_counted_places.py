@@ -100,3 +100,25 @@ def test_a_step_has_the_same_gradients():
     run(x, target)
     torch.nn.functional.mse_loss(model(x), target).backward()
     torch.testing.assert_close(run.state_dict()["table"], model.table.detach() - model.table.grad)
+
+
+@pytest.mark.parametrize("layouts", [{}, {"x": {"m": 0}}, {"x": {"m": 1}}, {"y_0": {"m": 1}}, {"y": {"m": 0}}])
+def test_what_a_slice_is_made_of_has_names_of_its_own(layouts):
+    """In the place of `y` are two operators, the first of which might be called as a value that is there."""
+    builder, x = relax.BlockBuilder(), relax.Var("x", relax.TensorStructInfo((12, 6), "float32"))
+
+    def emit(expr, name=""):
+        return builder.emit(expr, name_hint=name)
+
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            rows = emit(relax.op.reshape(emit(relax.op.arange(0, 12, 1, dtype="int64")), (12, 1)))
+            other = emit(relax.op.multiply(x, relax.const(3.0, "float32")), "y_0")
+            taken = emit(relax.op.index_tensor(x, [rows, emit(relax.op.arange(2, 5, 1, dtype="int64"))]), "y")
+            made = emit(relax.op.add(emit(relax.op.sum(taken, 1)), emit(relax.op.sum(other, 1))))
+            result = builder.emit_output(made)
+        builder.emit_func_output(result)
+    run = mt.distribute_module(builder.get(), {"m": 3}, layouts)
+    calls = {step.call.operator for step in run.program.steps if hasattr(step, "call")}
+    assert calls.isdisjoint({"take", "gather_nd", "index_tensor"})
+    torch.testing.assert_close(run(X[:, :, 0]), X[:, 2:5, 0].sum(1) + (3 * X[:, :, 0]).sum(1))
